@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         StorageError,
         ZerostdError,
     )
+    from zerostd.inference.deduplicating import deduplicate
     from zerostd.inference.dispatching import dispatch
     from zerostd.inference.sleeping import sleep, wake
     from zerostd.measuring import measure_machine
@@ -70,6 +71,7 @@ __all__ = [
     "ZerostdError",
     "apply_to_device",
     "averaged",
+    "deduplicate",
     "dispatch",
     "empty_init",
     "full_state_dict",
@@ -105,6 +107,7 @@ _MODULES = {
     "Recording": "reporting.recording",
     "Stage": "policy",
     "TierStore": "tiers.store",
+    "deduplicate": "inference.deduplicating",
     "dispatch": "inference.dispatching",
     "empty_init": "parameters.deferred",
     "join": "engine.joining",

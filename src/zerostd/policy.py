@@ -371,20 +371,21 @@ def limit_of(size: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits the bytes of each tier: a number, or a text such as '24GiB'. None: the free memory, less a margin."""
+    """Limits the bytes of each tier: a number, or a text such as '24GiB'. None: the free memory, less a margin.
+
+    `background` is the part of the disk's time that checkpoints and averages may take while other transfers use it."""
 
     device: int | str | None = None
     host: int | str | None = None
     disk: int | str | None = None
     disk_path: str | None = None
+    background: float | None = None  # None: no limit
 
     @classmethod
     def parse(cls, value: Budget | Mapping[str, Any] | int | str | None) -> Budget:
         """Return a budget from one, from a dict of its fields, or from a size, which limits the device."""
-        if value is None:
-            return cls()
-        if isinstance(value, Budget):
-            return value
+        if value is None or isinstance(value, Budget):
+            return value or cls()
         if isinstance(value, Mapping):
             _check_fields("budget", value, [entry.name for entry in fields(cls)])
             return cls(**value)
@@ -392,5 +393,4 @@ class Budget:
 
     def __post_init__(self) -> None:
         for size in (self.device, self.host, self.disk):
-            if size is not None:
-                parse_bytes(size)
+            limit_of(size)

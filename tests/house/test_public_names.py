@@ -27,6 +27,7 @@ PUBLIC_NAMES = [
     "ZerostdError",
     "apply_to_device",
     "averaged",
+    "deduplicate",
     "dispatch",
     "empty_init",
     "full_state_dict",

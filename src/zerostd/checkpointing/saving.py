@@ -75,7 +75,8 @@ def save_checkpoint(
         raise
     if not wait:
         records = _out_of_reach(runtime, records)
-    saving = Saving(path, records, manifest, control, keep, runtime.ledger.retries)
+    pace = None if wait else runtime.resources.allocator.pace
+    saving = Saving(path, records, manifest, control, keep, runtime.ledger.retries, pace)
     for group in runtime.groups:
         group.add_reader(saving.group_write(group.name))
     add_save(runtime, saving)

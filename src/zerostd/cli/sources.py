@@ -144,7 +144,7 @@ def _own_traceback(what: str) -> Iterator[None]:
 def parse_budget(text: str | None, disk_path: str | None) -> Budget:
     """Return a budget from 'device=24GiB,host=96GiB,disk=200GiB'."""
     tiers = [tier.value for tier in Tier]
-    sizes: dict[str, str] = {}
+    sizes: dict[str, Any] = {}
     for part in [] if text is None else text.split(","):
         if part.count("=") != 1:
             raise PrepareError(f"--budget {text!r}: {part!r} must have the form tier=size, such as device=24GiB")

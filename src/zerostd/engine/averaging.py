@@ -204,12 +204,15 @@ class Average(StepObserver):
             return
         if not is_beside:
             self._make_tiles()
-        move = partial(_move_towards, shard, average, weight, self._tiles, self._runtime.resources.streams)
+        resources = self._runtime.resources
+        move = partial(_move_towards, shard, average, weight, self._tiles, resources.streams)
+        tiles = [partial(move, part=part) for part in _tiles_of(average.numel)]
+        parts: list[Callable[[], None]] = [updated.synchronize, lambda: shard.landed.synchronize(), *tiles]
         if shard.is_resident and shard.holds_parameters:  # the user may write to it as soon as step() returns
-            updated.synchronize()
-            move()
+            for do_part in parts:
+                do_part()
             return
-        moved = self._worker.submit(updated.synchronize, move, place=group.place, ready=updated)
+        moved = self._worker.submit(*parts, place=group.place, ready=updated, pace=resources.allocator.pace)
         group.add_reader(moved)
         if shard.is_split and shard.holds_parameters:
             group.add_update(moved)  # the user cannot write to what is read before
@@ -375,25 +378,23 @@ def _tiles_of(numel: int) -> list[slice]:
 
 
 def _move_towards(
-    shard: StateShard, average: TierTensor, weight: float, tiles: list[torch.Tensor], streams: Streams
+    shard: StateShard, average: TierTensor, weight: float, tiles: list[torch.Tensor], streams: Streams, *, part: slice
 ) -> None:
-    """Move the average of a shard towards its master, which is updated. What lies on disk, and masters on the device
-    whose average does not, pass through `tiles`."""
-    shard.landed.synchronize()
-    for part in _tiles_of(average.numel):
-        with streams.down.after():  # halves on the device come down
-            values = shard.master.read(part, tiles[0] if tiles else None)
-        is_down = average.tensor is None or average.tensor.device.type == "cpu"
-        if is_down and values.device.type != "cpu":
-            with streams.down.after():
-                values = tiles[0][: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
-                streams.down.record_event().synchronize()
-        if average.tensor is None:
-            averaged = average.read(part, tiles[1]).lerp_(values, weight)
-            average.write(part, averaged)  # it may share pages with its neighbours
-        elif is_down:
-            average.tensor[part].lerp_(values, weight)
-        else:
-            with streams.update.after():
-                average.tensor[part].lerp_(values.to(average.tensor.device, non_blocking=True), weight)
-                streams.update.record_event().synchronize()
+    """Move a part of the average of a shard towards its master, which is updated. What lies on disk, and masters on
+    the device whose average does not, pass through `tiles`."""
+    with streams.down.after():  # halves on the device come down
+        values = shard.master.read(part, tiles[0] if tiles else None)
+    is_down = average.tensor is None or average.tensor.device.type == "cpu"
+    if is_down and values.device.type != "cpu":
+        with streams.down.after():
+            values = tiles[0][: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
+            streams.down.record_event().synchronize()
+    if average.tensor is None:
+        averaged = average.read(part, tiles[1]).lerp_(values, weight)
+        average.write(part, averaged)  # it may share pages with its neighbours
+    elif is_down:
+        average.tensor[part].lerp_(values, weight)
+    else:
+        with streams.update.after():
+            average.tensor[part].lerp_(values.to(average.tensor.device, non_blocking=True), weight)
+            streams.update.record_event().synchronize()

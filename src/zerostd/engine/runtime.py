@@ -28,6 +28,7 @@ from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.prepared import GRAD
+from zerostd.policy import Kind
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.backward import Backward
@@ -38,6 +39,7 @@ from zerostd.scheduling.reducing import Reducer, TrainedParameter
 from zerostd.scheduling.tensors import tensors_in
 from zerostd.scheduling.turns import Turn
 from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
+from zerostd.tiers.shared_tensors import shared_bytes
 
 Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -142,13 +144,15 @@ class Runtime:
         return self.wires.ledger
 
     def memory(self) -> Memory:
-        """Return the bytes of the ledger, with the sizes of coded state."""
+        """Return the bytes of the ledger, with the sizes of coded and of shared state."""
         coded: dict[str, tuple[int, int]] = {}
-        for flat in (flat for group in self.groups for flat in group.flats):
+        flats = [flat for group in self.groups for flat in group.flats]
+        for flat in flats:
             for kind, size, held in flat.coded_bytes():
                 before = coded.get(kind.value, (0, 0))
                 coded[kind.value] = (before[0] + size, before[1] + held)
-        return self.ledger.memory(coded)
+        shared = shared_bytes(flat.rest for flat in flats)
+        return self.ledger.memory(coded, {Kind.PARAMETERS.value: shared} if any(shared) else {})
 
     def _trained(self) -> list[TrainedParameter]:
         trained = []
@@ -248,6 +252,8 @@ class Runtime:
 
     def renew(self, group: Group) -> None:
         """The group's masters have changed."""
+        if self.backward.group_updates is not None:
+            self.backward.group_updates.updated(group)
         self.access.forget()
         self.gatherer.renew(group)
 

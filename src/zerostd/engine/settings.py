@@ -30,7 +30,6 @@ class Settings:
     servers: int | None = None  # the last ranks, which hold masters and states and run no forward
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
     device: torch.device | None = None  # to compute on; None: where the model lies
-    may_free_gradients: bool = False  # a plan may update and free them group by group inside backward
     has_optimizer: bool = True  # False: there are no states, and no masters where parameters keep their own dtype
 
     def describe(self) -> list[str]:

@@ -44,6 +44,8 @@ class Memory:
     retries: dict[str, int] = field(default_factory=dict)  # reads and writes of files that were made again
     coded: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: bytes of the numbers, and of their codes
     unpacking_s: float = 0.0  # of processor time, in which packed numbers were unpacked
+    shared: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: bytes kept once with other owners, and
+    # those of them that `now` and `peak` count here
 
     def total(self, tier: str = "device") -> int:
         """Return the bytes of model state in a tier: parameters, gradients and optimizer states, without buffers."""
@@ -59,6 +61,9 @@ class Memory:
         for kind, (size, held) in self.coded.items():
             sizes = f"{size / 2**20:.1f} MiB are coded in {held / 2**20:.1f} MiB"
             rows.append(f"{kind} of {sizes} ({size / max(1, held):.2f} to 1)")
+        for kind, (size, counted) in self.shared.items():
+            sizes = f"{size / 2**20:.1f} MiB are kept once with equal ones"
+            rows.append(f"{kind} of {sizes}, {counted / 2**20:.1f} MiB of them counted here")
         if self.unpacking_s:
             rows.append(f"unpacking took {self.unpacking_s:.3g} s of processor time")
         rows += [f"tried again {count} times: {what}" for what, count in self.retries.items()]
@@ -206,13 +211,17 @@ class Ledger:
         with self._lock:
             self.unpacking_s += seconds
 
-    def memory(self, coded: dict[str, tuple[int, int]] | None = None) -> Memory:
-        """Return what users see; `coded` is known to who has the codes."""
+    def memory(
+        self, coded: dict[str, tuple[int, int]] | None = None, shared: dict[str, tuple[int, int]] | None = None
+    ) -> Memory:
+        """Return what users see; `coded` and `shared` are known to who has the codes, and the shared tensors."""
         with self._lock:
             now = _nested(self.now)
             peak = _nested(self.peak)
         counts = self.retries.counts
-        return Memory(now, peak, dict(self.sent), self.gradient_form, counts, coded or {}, self.unpacking_s)
+        return Memory(
+            now, peak, dict(self.sent), self.gradient_form, counts, coded or {}, self.unpacking_s, shared or {}
+        )
 
 
 @contextlib.contextmanager

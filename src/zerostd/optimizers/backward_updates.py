@@ -16,6 +16,7 @@ import torch
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.passing import PassingGradients
 from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
@@ -32,6 +33,7 @@ class BackwardUpdates:
     renew: Callable[[Group], None]  # called with each group whose masters have changed
     is_speculative: bool  # what is updated may have to be done again
     keeps_gradients: bool = True  # else nothing can be put off to step(), from the first pass on
+    passing: PassingGradients = field(default_factory=PassingGradients)  # where they are not kept
     num_speculated: int = 0  # steps
     num_committed: int = 0  # of those
     _options: StepOptions | None = None  # of the step that has begun
@@ -46,7 +48,11 @@ class BackwardUpdates:
 
     def make_room(self, group: Group) -> None:
         """Free gradients that are not kept, so that the one of `group` may land."""
-        self.updater.passing.make_room(group)
+        self.passing.make_room(group)
+
+    def updated(self, group: Group) -> None:
+        """Free the gradients of a group whose update was started, if they are not kept."""
+        self.passing.updated(group)
 
     @torch.no_grad()
     def start(self, group: Group) -> None:

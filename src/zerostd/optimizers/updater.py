@@ -22,7 +22,6 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger
 from zerostd.optimizers.elementwise import coded_rule, next_scalars, resident_update, written_options
 from zerostd.optimizers.offload_updater import OffloadUpdater
-from zerostd.optimizers.passing import PassingGradients
 from zerostd.optimizers.spans import StepOptions, UpdateSpan, UpdateSpans, UpdateTask, snapshot
 from zerostd.optimizers.streamed_updater import StreamedUpdater, update_coded
 from zerostd.parameters import Flat, Group
@@ -51,7 +50,6 @@ class Updater:
         # For the largest group's resident part: gradients as the update reads them, and behind them joined masters. It
         # has memory in a step.
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
-        self.passing = PassingGradients()
         self._num_counted = 0  # tensors with states that the ledger knows
         self._num_booked = 0  # bytes of states that the ledger knows
         self._set_offload(self.offload)
@@ -195,7 +193,6 @@ class Updater:
                     make_update()
         for flat in group.trainable if resident or at_once else ():
             flat.round_masters(only_resident=True)
-        self.passing.updated(group)
 
     def commit_speculative(self, group: Group) -> None:
         """Make the speculative updates of a group count; they may still be going on."""

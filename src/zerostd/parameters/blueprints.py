@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerostd.communication.dtensors import Spec, check_dtensors, local_values
+from zerostd.compat import storage_of
 from zerostd.errors import PrepareError
 from zerostd.policy import Precision
 from zerostd.sharding import Node, find_groups, smallest_of
@@ -152,6 +153,7 @@ def check_model(model: nn.Module) -> None:
             f"the model is on two devices: {a!r} on {first} and {b!r} on {second}; move it with model.to(device)"
         )
     _check_shared_storage(parameters)
+    _check_buffers(model, parameters)
 
 
 def _check_wrapper(name: str, module: nn.Module) -> None:
@@ -201,6 +203,27 @@ def _check_shared_storage(parameters: list[tuple[str, nn.Parameter]]) -> None:
                 f"{first!r} and {second!r} are two Parameter objects over the same memory: tie them by assigning one "
                 "Parameter object to both modules"
             )
+
+
+def _check_buffers(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a buffer over the bytes of a parameter that trains: parameters get other memory, so the buffer would keep
+    the first values."""
+    buffers: dict[int, list[tuple[str, torch.Tensor]]] = {}  # by storage
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != "meta" and buffer.layout is torch.strided and buffer.numel():
+            buffers.setdefault(storage_of(buffer), []).append((name, buffer))
+    for name, whole in parameters if buffers else ():
+        parameter = local_values(whole)
+        if not whole.requires_grad or parameter.device.type == "meta":
+            continue
+        for buffer_name, buffer in buffers.get(storage_of(parameter), ()):
+            first, second = sorted((buffer, parameter), key=torch.Tensor.data_ptr)
+            last = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+            if second.data_ptr() < first.data_ptr() + (int(last) + 1) * first.element_size():
+                raise PrepareError(
+                    f"buffer {buffer_name!r} is in the memory of parameter {name!r}, which trains: the buffer would "
+                    f"keep the values of now. Let the module use the parameter, or register {name}.detach().clone()"
+                )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

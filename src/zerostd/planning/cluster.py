@@ -94,7 +94,7 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
     ]
     may_speculate = use.clips and not use.scales_loss and (use.batch is not None or use.accumulate is not None)
     find = search if use.exact else search_coded
-    result = find(requests, count, may_speculate=may_speculate)
+    result = find(requests, count, may_speculate=may_speculate, may_free=True)
     best = shortest(result.candidates)
     chosen = min([best, *result.speculating], key=lambda counted: counted.seconds)
     plan = plan_from(chosen.solution, chosen.solution.homes, chosen.held)
@@ -196,7 +196,6 @@ def _request(
         num_replicas=num_replicas,
         accumulate=passes or 1,
         waits_for_norm=use.clips or use.scales_loss or passes is None,
-        may_free_gradients=not (use.clips or use.scales_loss) and passes == 1,
         num_threads=threads_of(machine, local),
         activations=use.activations,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from zerostd.errors import PrepareError
 from zerostd.planning.demands import way_of
 from zerostd.planning.planner import CountBytes, Counted, fitting, total
-from zerostd.planning.request import WORTH_SPECULATING, PlanRequest
+from zerostd.planning.request import WORTH_SPECULATING, FreeingRequest, PlanRequest
 from zerostd.planning.solution import Solution
 from zerostd.policy import Tier
 
@@ -37,33 +37,33 @@ class SearchResult:
         return min([*self.candidates, *self.speculating], key=lambda counted: counted.seconds)
 
 
-def search_coded(requests: Sequence[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:
+def search_coded(
+    requests: Sequence[PlanRequest], count: CountBytes, *, may_speculate: bool, may_free: bool = False
+) -> SearchResult:
     """Return what `search` does, with optimizer states as codes where that is worth it or nothing else fits."""
     coded = [replace(request, model=request.model.with_codes()) for request in requests]
     try:
-        exact = search(requests, count, may_speculate=may_speculate)
+        exact = search(requests, count, may_speculate=may_speculate, may_free=may_free)
     except PrepareError:
-        return search(coded, count, may_speculate=may_speculate)
+        return search(coded, count, may_speculate=may_speculate, may_free=may_free)
     if exact.best.solution.bytes_off:
         with contextlib.suppress(PrepareError):
-            shorter = search(coded, count, may_speculate=may_speculate)
+            shorter = search(coded, count, may_speculate=may_speculate, may_free=may_free)
             if shorter.best.seconds < exact.best.seconds * (1 - WORTH_CODING):
                 return shorter
     return exact
 
 
-def search(requests: Sequence[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:
-    """Return what fits of all requests, without keeping gradients if nothing else fits and that is possible. Raises the
-    last refusal if nothing fits."""
-    freeing = [
-        replace(request, keeps_gradients=False)
-        for request in requests
-        if request.may_free_gradients and request.is_early
-    ]
+def search(
+    requests: Sequence[PlanRequest], count: CountBytes, *, may_speculate: bool, may_free: bool = False
+) -> SearchResult:
+    """Return what fits of all requests; if nothing does and `may_free`, what fits with gradients freed inside backward.
+    Raises the last refusal if nothing fits."""
+    freeing = [FreeingRequest.of(request) for request in requests if request.accumulate == 1 and request.is_early]
     try:
         return _search(requests, count, may_speculate=may_speculate)
     except PrepareError:
-        if not freeing:
+        if not may_free or not freeing:
             raise
     return _search(freeing, count, may_speculate=False)
 

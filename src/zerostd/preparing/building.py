@@ -43,7 +43,15 @@ from zerostd.preparing.accounting import host_buffers, largest_on_disk
 from zerostd.preparing.announcing import advise_on_stage
 from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
-from zerostd.preparing.options import check_packing, check_world, for_role, num_threads, rules_for, ways_for
+from zerostd.preparing.options import (
+    check_gradients,
+    check_packing,
+    check_world,
+    for_role,
+    num_threads,
+    rules_for,
+    ways_for,
+)
 from zerostd.preparing.proposing import decide, sizes_of
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
@@ -87,7 +95,7 @@ def build(
         if world.link is not None:
             world.link.check_equal("models or options", lines)
         is_asked_for = settings.stage is not None and settings.plan is None
-        settings = decide(for_role(settings, world), blueprints, control)
+        settings = check_gradients(decide(for_role(settings, world), blueprints, control), optimizer)
         check_world(settings, world)
         rules = rules_for(settings, world, blueprints)
         plans = plan_flats(blueprints, rules)
@@ -160,7 +168,7 @@ def _make_allocator(need: Demand, budget: Budget, world: World, ledger: Ledger, 
         what = f"the host share of {world.local_size} rank(s) on this machine ({_parts(need, Tier.HOST)} each)"
         check_host(on_host, what, limit_of(budget.host))
     host = Host(world.device, ledger, num_threads(world))
-    allocator = TierAllocator(world.device, host, None, ledger)
+    allocator = TierAllocator(world.device, host, None, ledger, budget.background)
     if needs_disk or _total(need, Tier.DISK):
         allocator.open_disk(budget, world.local_size)
     return allocator

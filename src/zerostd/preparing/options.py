@@ -46,14 +46,11 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         check_optimizer(model, optimizer)
         check_elementwise(optimizer)
         settings = replace(settings, states=find_states(optimizer))
-        settings = replace(settings, may_free_gradients=not _keeps_gradients(settings, optimizer))
     elif settings.max_grad_norm is not None:
         raise PrepareError(f"max_grad_norm={settings.max_grad_norm} needs the optimizer: pass it to prepare")
     if settings.placement is not None:
         check_placement(settings, settings.placement)
     given = settings.placement or settings.plan
-    if given is not None and not given.keep_gradients:
-        _check_freed_gradients(settings, optimizer)
     if given is not None and "optimizer_states" in given.codec:
         _check_coded_states(settings, model, optimizer)
     elif given is None and not settings.exact:
@@ -158,16 +155,19 @@ def _keeps_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None
     return ""
 
 
-def _check_freed_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse to free gradients inside backward where something has to know all of them."""
+def check_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None) -> Settings:
+    """Return the settings; refuse to free gradients inside backward where something has to know all of them."""
+    _, placement = settings.decided
+    if placement.keep_gradients:
+        return settings
     why = _keeps_gradients(settings, optimizer)
-    placement = settings.placement
-    if placement is not None and set(placement.shares(Kind.GRADIENTS)) != {Tier.DEVICE}:
+    if set(placement.shares(Kind.GRADIENTS)) != {Tier.DEVICE}:
         why = f"gradients={placement.gradients!r} keeps them: leave it out"
-    if placement is not None and placement.speculate:
+    if placement.speculate:
         why = "speculate=True needs them once more if the step is clipped: leave it out"
     if why:
         raise PrepareError(f"keep_gradients=False is not possible, because {why}. Or leave keep_gradients out")
+    return settings
 
 
 def _check_secondary(settings: Settings, placement: Placement) -> None:

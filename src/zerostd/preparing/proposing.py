@@ -23,7 +23,14 @@ from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Pr
 from zerostd.planning.planner import Counted, fitting, fixed_bytes, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, stages_of, threads_of
+from zerostd.planning.request import (
+    FOR_ACTIVATIONS,
+    FOR_PASSES,
+    FreeingRequest,
+    limits_for,
+    stages_of,
+    threads_of,
+)
 from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
@@ -174,7 +181,8 @@ class PlanSearch:
         stages = stages_of(self.settings.stage, self.world.num_shards)
         requests = [self._request(limits, profile, machine, stage) for stage in stages]
         find = search if self.settings.exact else search_coded
-        result = find(requests, self.count, may_speculate=self.may_speculate)
+        may_free = self.settings.accumulate == 1 and self.settings.servers is None
+        result = find(requests, self.count, may_speculate=self.may_speculate, may_free=may_free)
         without = min(result.candidates, key=lambda counted: counted.seconds)
         best = result.best
         plan = plan_from(best.solution, best.solution.homes, best.held, _notes(best.solution.request))
@@ -311,7 +319,8 @@ class PlanSearch:
         placed = {Kind.PARAMETERS}
         if self.settings.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
-        return PlanRequest(
+        is_freeing = settings.plan is not None and not settings.plan.keep_gradients
+        return (FreeingRequest if is_freeing else PlanRequest)(
             model=profile,
             machine=machine,
             limits=limits,
@@ -323,8 +332,6 @@ class PlanSearch:
             or settings.precision.scales_loss,
             num_threads=threads_of(machine, self.world.local_size),
             can_place=frozenset(placed),
-            keeps_gradients=settings.plan is None or settings.plan.keep_gradients,
-            may_free_gradients=settings.plan is None and settings.may_free_gradients,
             activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
         )
 

@@ -39,6 +39,8 @@ class GroupUpdates(Protocol):
 
     def make_room(self, group: Group) -> None: ...  # for its gradient, where gradients are not kept
 
+    def updated(self, group: Group) -> None: ...  # its gradient may go, where gradients are not kept
+
     def start(self, group: Group) -> None: ...
 
 

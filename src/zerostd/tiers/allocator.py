@@ -20,7 +20,9 @@ from zerostd.policy import Budget, Kind, Tier, limit_of
 from zerostd.tiers.debug import poison
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.extents import Extent, Fallback
+from zerostd.tiers.holders import Holders
 from zerostd.tiers.host import PAGE, Host, aligned, padded
+from zerostd.tiers.pacing import LinkPace
 from zerostd.tiers.transfer import Done, Streams, Transfer, record_event
 from zerostd.tiers.worker import Work, Worker
 
@@ -101,7 +103,11 @@ class TierTensor:
     def start_write(self, start: int, source: torch.Tensor) -> Transfer:
         """Start writing to disk, to element `start` (on a page), from memory that starts on a page."""
         assert not self.lead
+        self.keep_own()
         return self._start(start, source, is_write=True)
+
+    def keep_own(self) -> None:
+        """Prepare for writes to its memory: nobody else may have the same (`SharedTensor`)."""
 
     def _start(self, page: int, memory: torch.Tensor, *, is_write: bool) -> Transfer:
         assert self.disk is not None and self.extent is not None
@@ -116,11 +122,14 @@ class TierAllocator:
     it; so what it has can be given back when it moves.
     """
 
-    def __init__(self, device: torch.device, host: Host, disk: Disk | None, ledger: Ledger) -> None:
+    def __init__(
+        self, device: torch.device, host: Host, disk: Disk | None, ledger: Ledger, share: float | None = None
+    ) -> None:
         self.device = device
         self.host = host
         self.disk = disk
         self.ledger = ledger
+        self.pace = LinkPace(share)  # of background work on the disk
         self._arenas: dict[Arena, torch.Tensor | Extent] = {}
         self._used: Counter[Arena] = Counter()  # bytes of each
         self._on_device: dict[tuple[str, Kind], list[torch.Tensor]] = {}  # by owner
@@ -132,7 +141,9 @@ class TierAllocator:
         if self.disk is None:
             limit = limit_of(budget.host)
             fallback = Fallback(self.host, self.ledger, None if limit is None else limit // local_size)
-            self.disk = Disk(budget.disk_path, self.ledger, limit=limit_of(budget.disk), fallback=fallback)
+            self.disk = Disk(
+                budget.disk_path, self.ledger, limit=limit_of(budget.disk), fallback=fallback, pace=self.pace
+            )
 
     def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int, *, item_bytes: int = 0) -> None:
         """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none. With
@@ -177,6 +188,22 @@ class TierAllocator:
                 self.free_bytes(memory)
 
         return give_back
+
+    def arena_of(self, owner: str, tier: Tier, kind: Kind) -> torch.Tensor | Extent | None:
+        """Return the arena that an owner's tensors of one kind are cut from; None if it has none in the tier."""
+        return self._arenas.get((owner, tier, kind))
+
+    def join(self, memory: torch.Tensor | Extent, other: TierAllocator) -> None:
+        """Hold an arena of another allocator, or of another owner, until it is freed here too."""
+        if isinstance(memory, Extent):
+            assert self.disk is not None
+            self.disk.join(memory)
+        else:
+            self.host.join(memory, other.host)
+
+    def holders_of(self, memory: torch.Tensor | Extent) -> Holders:
+        """Return who holds an arena."""
+        return memory.holders if isinstance(memory, Extent) else self.host.holders_of(memory)
 
     def device_tensors(self) -> list[tuple[Kind, torch.Tensor]]:
         """Return what owners have on the device."""

@@ -8,6 +8,8 @@ follows in that page of the file stays as it is. Used through `TierTensor`, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import queue
 import tempfile
@@ -23,6 +25,7 @@ from zerostd.policy import Kind, Tier
 from zerostd.tiers.extents import BLOCK_BYTES, Extent, Fallback, Scratch
 from zerostd.tiers.host import PAGE, padded
 from zerostd.tiers.limits import check_disk
+from zerostd.tiers.pacing import LinkPace, Priority, current
 from zerostd.tiers.packed_extents import PackedExtent
 from zerostd.tiers.packing import Packer
 from zerostd.tiers.scratch_files import MOST_FILES, ScratchFile, reason, supports_direct
@@ -32,14 +35,15 @@ from zerostd.tiers.worker import Work
 NUM_THREADS = 4  # that read and write
 
 Block = tuple[Extent, int, torch.Tensor, bool, Work]  # offset, memory, whether it is written
+Blocks = queue.PriorityQueue[tuple[float, int, Block | None]]  # priority and number of each; None ends a thread
 
 
 class Disk:
     """Allocates extents under `path` and moves bytes between them and host memory, asynchronously.
 
-    Transfers are in no order among each other: wait for a write before reading, or writing, the same bytes. Any thread
-    may read and write; allocate and free on one. `limit` is the most bytes that all extents together may take.
-    Extents whose file can no longer be written move to `fallback`.
+    Transfers are in no order among each other, but for their priority (`pacing.at`): wait for a write before reading,
+    or writing, the same bytes. Any thread may read and write; allocate and free on one. `limit` is the most bytes that
+    all extents together may take. Extents whose file can no longer be written move to `fallback`.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Disk:
         num_threads: int = NUM_THREADS,
         limit: int | None = None,
         fallback: Fallback | None = None,
+        pace: LinkPace | None = None,
     ) -> None:
         self.path = tempfile.gettempdir() if path is None else os.fspath(path)
         self.is_direct = supports_direct(self.path)
@@ -58,13 +63,14 @@ class Disk:
         self._fallback = fallback
         self._extents: set[Extent] = set()
         self._files: list[ScratchFile] = []
-        self._lock = threading.Lock()
         self._process = os.getpid()
-        self._blocks: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+        self._blocks: Blocks = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._num_threads = max(1, num_threads)
         self._packers_held = 0  # bytes of host memory
         names = [f"zerostd-disk-{number}" for number in range(self._num_threads)]
-        threads = [threading.Thread(target=_serve, args=(self._blocks,), name=name, daemon=True) for name in names]
+        serve = (self._blocks, pace or LinkPace())
+        threads = [threading.Thread(target=_serve, args=serve, name=name, daemon=True) for name in names]
         for thread in threads:
             thread.start()
         self._finalizer = weakref.finalize(self, _shut, self._process, threads, self._blocks, self._files)
@@ -83,7 +89,7 @@ class Disk:
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes on disk; ask for 0 or more")
         size = max(PAGE, padded(num_bytes))
-        used = sum(padded(extent.held_bytes) for extent in self._extents)
+        used = sum(padded(extent.held_bytes) for extent in self._extents if extent.ledger is self._ledger)
         check_disk(size, self.path, None if self._limit is None else max(0, self._limit - used))
         file = self._file()
         try:
@@ -101,6 +107,18 @@ class Disk:
             extent = Extent(file, start, num_bytes, kind, owner, self._ledger, self._fallback)
         self._extents.add(extent)
         return extent
+
+    def join(self, extent: Extent) -> None:
+        """Hold an extent that another Disk of the same directory allocated, or this one for another owner, until
+        `free`."""
+        self._check_open()
+        extent.holders.join(self._ledger)
+        self._extents.add(extent)
+        if extent.scratch_file not in self._files:
+            extent.scratch_file.open_again()
+            self._files.append(extent.scratch_file)
+        if isinstance(extent, PackedExtent):
+            self._take_packers()
 
     @staticmethod
     def packer_bytes(num_threads: int = NUM_THREADS) -> int:
@@ -126,6 +144,8 @@ class Disk:
 
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Transfer:
         """Start writing `source` to `offset` of `extent`."""
+        if extent.fallback is not None:
+            extent.fallback = self._fallback  # another Disk may have allocated it
         return self._start(extent, offset, source, is_write=True)
 
     def free(self, extent: Extent) -> None:
@@ -134,10 +154,11 @@ class Disk:
         for transfer in extent.transfers:
             with contextlib.suppress(StorageError):  # raised to whoever waits for it
                 transfer.wait()
-        self._extents.discard(extent)
-        extent.free()
+        extent.free(self._ledger)
+        if not extent.holders.has(self._ledger):
+            self._extents.discard(extent)
         file = extent.scratch_file
-        if file.num_taken == 0:
+        if not any(other.scratch_file is file for other in self._extents):
             self._files.remove(file)
             file.close()
 
@@ -145,7 +166,8 @@ class Disk:
         """Wait for what is under way, give all space back and end the threads. Closing twice is free."""
         if self._finalizer.alive:
             for extent in list(self._extents):
-                self.free(extent)
+                while extent in self._extents:
+                    self.free(extent)
             self._ledger.leave(Kind.BUFFERS, self._packers_held, Tier.HOST)
             self._finalizer()
 
@@ -161,10 +183,10 @@ class Disk:
         pages = memory.detach().view(-1).view(torch.uint8)  # keeps the memory alive
         starts = range(0, len(pages), BLOCK_BYTES)
         work = Work(len(starts))
-        with self._lock:
-            extent.transfers = [*(transfer for transfer in extent.transfers if not transfer.is_done()), work]
+        extent.add_transfer(work)
         for start in starts:
-            self._blocks.put((extent, offset + start, pages[start : start + BLOCK_BYTES], is_write, work))
+            block = (extent, offset + start, pages[start : start + BLOCK_BYTES], is_write, work)
+            self._blocks.put((current(), next(self._numbers), block))
         return work
 
     def _check(self, extent: Extent, offset: int, memory: torch.Tensor) -> None:
@@ -195,30 +217,30 @@ class Disk:
             raise StorageError(f"{extent} is not an extent of this Disk, or was freed; use an extent from allocate")
 
 
-def _serve(blocks: queue.SimpleQueue[Block | None]) -> None:
+def _serve(blocks: Blocks, pace: LinkPace) -> None:
     """Move blocks until None comes. A thread does not keep its Disk alive."""
     scratch = Scratch()
     while True:
-        block = blocks.get()
+        priority, _, block = blocks.get()
         if block is None:
             return
         work = block[-1]
         error = _carry_out(block, scratch)
         del block  # and with it the memory, which must not wait for the next request
+        if priority < Priority.BACKGROUND:
+            pace.ask()
         work.finish(error)
         del work, error
 
 
-def _shut(
-    process: int, threads: list[threading.Thread], blocks: queue.SimpleQueue[Block | None], files: list[ScratchFile]
-) -> None:
+def _shut(process: int, threads: list[threading.Thread], blocks: Blocks, files: list[ScratchFile]) -> None:
     """End the threads and close the files; a forked child only closes its copies of the files."""
     if threading.current_thread() in threads:  # the garbage collector may run anywhere; no thread can wait for itself
         threading.Thread(target=_shut, args=(process, threads, blocks, files)).start()
         return
     if process == os.getpid():
-        for _ in threads:
-            blocks.put(None)
+        for number in range(len(threads)):
+            blocks.put((math.inf, number, None))
         for thread in threads:
             thread.join()
     for file in files:

@@ -26,6 +26,7 @@ from zerostd.errors import PrepareError, StorageError
 from zerostd.kernels import crc32, crc32_pages
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
+from zerostd.tiers.holders import Entry, Holders
 from zerostd.tiers.host import PAGE, Host, aligned, padded
 from zerostd.tiers.limits import check_host
 from zerostd.tiers.packing import Packer
@@ -82,9 +83,10 @@ class Extent:
     num_bytes: int
     kind: Kind
     owner: str  # the first parameter of the group whose bytes they are
-    ledger: Ledger = field(repr=False)
+    allocated_for: Ledger = field(repr=False)
     fallback: Fallback | None = field(repr=False)
     transfers: list[Work] = field(default_factory=list, repr=False)  # those that may still be under way
+    item_bytes: int = field(default=0, kw_only=True)  # of a number, if numbers are packed
     memory: torch.Tensor | None = field(init=False, default=None, repr=False)  # see [Note: fail-over]
 
     def __post_init__(self) -> None:
@@ -93,8 +95,14 @@ class Extent:
         self._checksums = of_zeros.view(torch.int32).repeat(num_pages)  # one for each page
         self._gate = threading.Condition()
         self._num_moving = 0  # blocks
+        self.holders = Holders(self.allocated_for, self._entries)
         self.ledger.enter(self.kind, self.num_bytes, Tier.DISK)
         self.ledger.enter(Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that counts it."""
+        return self.holders.first
 
     @property
     def label(self) -> str:
@@ -119,12 +127,26 @@ class Extent:
         """Return the bytes of host memory that the checksums of `num_bytes` take."""
         return torch.int32.itemsize * max(1, padded(num_bytes) // PAGE)
 
-    def free(self) -> None:
-        """Give the space back. Nothing may be under way."""
-        self.ledger.leave(Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
-        if self.memory is None:
-            self.ledger.leave(self.kind, self.held_bytes, Tier.DISK)
-        elif self.fallback is not None:
+    @property
+    def checksum(self) -> int:
+        """Equal for extents that have the same bytes, as far as a checksum of their pages' checksums can tell."""
+        return crc32(self._checksums)
+
+    def add_transfer(self, work: Work) -> None:
+        """Note a transfer that has begun."""
+        with self._gate:
+            self.transfers = [*(transfer for transfer in self.transfers if not transfer.is_done()), work]
+
+    def _entries(self) -> list[Entry]:
+        """What it takes, as a ledger has it. Memory that took the file's place is counted by its Host."""
+        checksums = (Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
+        return [checksums] if self.memory is not None else [checksums, (self.kind, self.held_bytes, Tier.DISK)]
+
+    def free(self, ledger: Ledger) -> None:
+        """Let a holder leave; the last one gives the space back. Nothing may be under way."""
+        if not self.holders.leave(ledger):
+            return
+        if self.memory is not None and self.fallback is not None:
             self.fallback.host.free(self.memory)
         self.scratch_file.give(self.start, max(PAGE, padded(self.num_bytes)))
 

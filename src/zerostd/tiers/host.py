@@ -20,6 +20,7 @@ import torch
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
+from zerostd.tiers.holders import Holders
 from zerostd.tiers.limits import check_host
 
 PAGE = 4096  # the largest logical block of common drives: files past the page cache are read and written in pages
@@ -46,7 +47,7 @@ class Host:
         self._ledger = ledger
         self.events = ledger.events
         self._num_threads = max(1, num_threads)
-        self._mappings: dict[int, tuple[_Mapping, int, Kind]] = {}  # by address: memory, bytes, kind
+        self._mappings: dict[int, _Mapping] = {}  # by address
 
     def allocate(self, num_bytes: int, kind: Kind) -> torch.Tensor:
         """Return `num_bytes` zeros (uint8) that start on a page, all pages present; raise PrepareError if too large."""
@@ -71,9 +72,20 @@ class Host:
             list(threads.map(touch, range(0, num_bytes, TOUCH_BYTES)))
         if self.device.type == "cuda":
             mapping.register(address, self.device)
-        self._mappings[address] = (mapping, num_bytes, kind)
+        mapping.holders = Holders(self._ledger, lambda: [(kind, num_bytes, Tier.HOST)])
+        self._mappings[address] = mapping
         self._ledger.enter(kind, num_bytes, Tier.HOST)
         return tensor[:num_bytes]
+
+    def join(self, tensor: torch.Tensor, other: Host) -> None:
+        """Hold memory that another Host allocated, or this one for another owner, until `free`."""
+        address = tensor.untyped_storage().data_ptr()
+        self._mappings[address] = other._mappings[address]
+        self.holders_of(tensor).join(self._ledger)
+
+    def holders_of(self, tensor: torch.Tensor) -> Holders:
+        """Return who holds the memory of `tensor`, which this Host holds."""
+        return self._mappings[tensor.untyped_storage().data_ptr()].holders
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give back the memory of `tensor`, which is or views what `allocate` returned. No copy from or to it may be
@@ -89,19 +101,24 @@ class Host:
     def free_all(self) -> None:
         """Give back everything that was not freed yet."""
         for address in list(self._mappings):
-            self._release(address)
+            while address in self._mappings:
+                self._release(address)
 
     def _release(self, address: int) -> None:
-        mapping, num_bytes, kind = self._mappings.pop(address)
-        self._ledger.leave(kind, num_bytes, Tier.HOST)
-        mapping.unregister()
-        mapping.advise("MADV_DONTNEED")
+        mapping = self._mappings[address]
+        is_free = mapping.holders.leave(self._ledger)
+        if not mapping.holders.has(self._ledger):
+            del self._mappings[address]
+        if is_free:
+            mapping.unregister()
+            mapping.advise("MADV_DONTNEED")
 
 
 class _Mapping(mmap.mmap):
     """Anonymous memory that leaves the CUDA driver before it goes, also when nobody called `free`."""
 
     registered: tuple[int, torch.device, int] | None = None  # address, device, process
+    holders: Holders
 
     def advise(self, name: str) -> None:
         """Give the kernel a hint by its name; do nothing where the kernel does not know it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -23,8 +23,6 @@ from zerostd.tiers.packing import TILE_BYTES
 @dataclass(eq=False)
 class PackedExtent(Extent):
     """Space for numbers that are seldom written. It stays on its drive: a write that fails is an error."""
-
-    item_bytes: int = field(default=2, kw_only=True)  # of a number
 
     def __post_init__(self) -> None:
         super().__post_init__()

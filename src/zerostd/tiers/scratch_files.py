@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import threading
 
 from zerostd.errors import PrepareError
 from zerostd.tiers.host import PAGE
@@ -31,11 +32,17 @@ class ScratchFile:
         self.num_bytes = 0  # its length
         self.num_taken = 0  # bytes that are not in holes
         self._holes: list[tuple[int, int]] = []  # from, to; in no order
+        self._lock = threading.Lock()
+        self._num_users = 1  # disks that have it open
         if is_direct:
             set_direct(self.fd)
 
     def take(self, size: int) -> int:
         """Return where `size` bytes of zeros begin, whose space is reserved. Raises OSError if there is none."""
+        with self._lock:
+            return self._take(size)
+
+    def _take(self, size: int) -> int:
         hole = next((hole for hole in self._holes if hole[1] - hole[0] >= size), None)
         start = self.num_bytes if hole is None else hole[0]
         try:
@@ -59,6 +66,10 @@ class ScratchFile:
 
     def give(self, start: int, size: int) -> None:
         """Give bytes back to the drive: cut the file there, or leave a hole."""
+        with self._lock:
+            self._give(start, size)
+
+    def _give(self, start: int, size: int) -> None:
         self.num_taken -= size
         if self.num_taken == 0 or start + size == self.num_bytes:
             self.num_bytes = 0 if self.num_taken == 0 else start
@@ -75,8 +86,16 @@ class ScratchFile:
             return False
         return int(fallocate(self.fd, PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(size))) == 0
 
+    def open_again(self) -> None:
+        """Keep it open for another disk: each of them closes it."""
+        with self._lock:
+            self._num_users += 1
+
     def close(self) -> None:
-        os.close(self.fd)
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                os.close(self.fd)
 
 
 def open_unnamed(path: str) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from zerostd.policy import Budget, Kind, Tier, limit_of
 from zerostd.tiers.allocator import TierAllocator, TierTensor
 from zerostd.tiers.host import Host, padded
 from zerostd.tiers.limits import check_host
+from zerostd.tiers.pacing import LinkPace, Priority, at
 from zerostd.tiers.transfer import AllOf, Done, Transfer
 from zerostd.tiers.worker import Work, Worker
 
@@ -54,6 +56,7 @@ class KeptTensor:
     values: TierTensor = field(repr=False)
     worker: Worker = field(repr=False)
     counts: dict[str, int] = field(repr=False)  # bytes read and written, of the whole store
+    pace: LinkPace = field(repr=False)  # of background transfers
     is_there: bool = True
     _written: Transfer = field(init=False, repr=False, default_factory=Done)  # the last write
     _read: list[Transfer] = field(init=False, repr=False, default_factory=list)  # since then
@@ -116,8 +119,21 @@ class KeptTensor:
         if priority not in PRIORITIES:
             raise MisuseError(f"priority={priority!r} must be one of {PRIORITIES}")
         tile = max(1, TILE_BYTES // self.dtype.itemsize)
-        parts = [_part(copy, low, min(numel, low + tile)) for low in range(0, max(1, numel), tile)]
-        return self.worker.submit(*parts, place=PRIORITIES.index(priority), ready=ready)
+        place = Priority(PRIORITIES.index(priority))
+        if place is Priority.BACKGROUND:
+            pace = self.pace
+        else:
+            pace = None
+            self.pace.ask()
+
+        def part(low: int, high: int) -> None:
+            with at(place):
+                copy(low, high)
+            if place is not Priority.BACKGROUND:
+                self.pace.ask()
+
+        parts = [partial(part, low, min(numel, low + tile)) for low in range(0, max(1, numel), tile)]
+        return self.worker.submit(*parts, place=place, ready=ready, pace=pace)
 
     def _elements(self, rows: slice) -> tuple[int, int]:
         if not self.is_there:
@@ -127,13 +143,6 @@ class KeptTensor:
         start, stop, _ = rows.indices(self.shape[0])
         per_row = math.prod(self.shape[1:])
         return start * per_row, max(start, stop) * per_row
-
-
-def _part(copy: Callable[[int, int], None], low: int, high: int) -> Callable[[], None]:
-    def run() -> None:
-        copy(low, high)
-
-    return run
 
 
 class TierStore:
@@ -147,14 +156,16 @@ class TierStore:
     Args:
         device: The device of the tier 'device'. None: the CPU's memory, counted as the device.
         budget: Limit of each tier, and the path of the disk. None: the free memory, and the system's directory for
-            temporary files.
+            temporary files. `background` is the part of the time that background transfers may take while others are
+            asked for.
     """
 
     def __init__(self, device: torch.device | str | None = None, budget: Budget | Any = None) -> None:
         self.device = torch.device("cpu" if device is None else device)
         self.budget = Budget.parse(budget)
         self._ledger = Ledger()
-        self._allocator = TierAllocator(self.device, Host(self.device, self._ledger, NUM_THREADS), None, self._ledger)
+        host = Host(self.device, self._ledger, NUM_THREADS)
+        self._allocator = TierAllocator(self.device, host, None, self._ledger, self.budget.background)
         self._worker = Worker("the transfers of a store", self.device)
         self._allocator.before_close(self._worker.stop)
         self._tensors: dict[str, KeptTensor] = {}
@@ -174,7 +185,8 @@ class TierStore:
         if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
             raise PrepareError(f"shape={shape!r} of {name!r} must be one or more whole numbers, rows first")
         values = self._take(name, Tier.parse(tier), math.prod(shape), dtype)
-        self._tensors[name] = KeptTensor(name, tuple(shape), dtype, values, self._worker, self._counts)
+        parts = (self._worker, self._counts, self._allocator.pace)
+        self._tensors[name] = KeptTensor(name, tuple(shape), dtype, values, *parts)
         return self._tensors[name]
 
     def _take(self, owner: str, tier: Tier, numel: int, dtype: torch.dtype) -> TierTensor:

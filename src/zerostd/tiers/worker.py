@@ -15,6 +15,7 @@ import contextlib
 import operator
 import os
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from zerostd.errors import MisuseError, StorageError, ZerostdError
+from zerostd.tiers.pacing import LinkPace, Priority, at
 from zerostd.tiers.transfer import Done, Transfer
 
 BY_PLACE = operator.attrgetter("place")
@@ -101,6 +103,7 @@ class _WorkerJob:
     number: int  # in the order in which jobs were submitted
     ready: Transfer  # its input
     work: Work
+    pace: LinkPace | None  # of background work; None: it never stops between parts
 
 
 class _Queue:
@@ -115,6 +118,7 @@ class _Queue:
         self.is_busy = False
         self.is_closed = False
         self.error: BaseException | None = None  # of the first job that failed
+        self.resumes_at = 0.0  # when jobs with a pace go on, by time.monotonic()
 
     def serve(self, device: torch.device) -> None:
         """Do jobs until the queue is closed."""
@@ -129,6 +133,9 @@ class _Queue:
                 if self.is_closed:
                     return
                 job = self._next()
+                if job is None:
+                    self.condition.wait(max(0.0, self.resumes_at - time.monotonic()))
+                    continue
                 self.is_busy = True
             self._do_part(job)
             del job
@@ -149,19 +156,29 @@ class _Queue:
             self.jobs.clear()
             self.condition.wait_for(lambda: not self.is_busy)
 
-    def _next(self) -> _WorkerJob:
-        """Return the job whose next part is done now; the lock is held, and there is one."""
-        job = next((job for job in self.jobs if job.ready.has_arrived()), None)
+    def _next(self) -> _WorkerJob | None:
+        """Return the job whose next part is done now; None if it is background work that has stopped for a while. The
+        lock is held, and there is a job."""
+        stops = self.error is None and time.monotonic() < self.resumes_at
+        ready = (job for job in self.jobs if job.ready.has_arrived() and not (stops and job.pace is not None))
+        job = next(ready, None)
         if job is None:
             job = min(self.jobs, key=lambda job: job.number)
+            if stops and job.pace is not None:
+                return None
         if len(job.parts) == 1 or self.error is not None:
             self.jobs.remove(job)
         return job
 
     def _do_part(self, job: _WorkerJob) -> None:
         if self.error is None:
+            begun = time.monotonic()
             try:
-                job.parts.popleft()()
+                with at(Priority.BACKGROUND) if job.pace is not None else contextlib.nullcontext():
+                    job.parts.popleft()()
+                if job.pace is not None:
+                    now = time.monotonic()
+                    self.resumes_at = now + job.pace.pause(now - begun)
             except BaseException as error:
                 self.error = _without_frames(error)
                 with self.condition, contextlib.suppress(ValueError):  # its other parts are not to be done
@@ -186,16 +203,22 @@ class Worker:
         weakref.finalize(self, self._queue.close)
 
     def submit(
-        self, *parts: Callable[[], None], place: int = 0, ready: Transfer | None = None, work: Work | None = None
+        self,
+        *parts: Callable[[], None],
+        place: int = 0,
+        ready: Transfer | None = None,
+        work: Work | None = None,
+        pace: LinkPace | None = None,
     ) -> Work:
         """Do the parts of a job one after the other, when `ready` has arrived or there is nothing else to do. Return
-        its Work, which is done when the last part has returned: `work`, if a part sets the event of it."""
+        its Work, which is done when the last part has returned: `work`, if a part sets the event of it. Between parts,
+        background work stops as its `pace` says."""
         self.check()
         if self._queue.is_closed:
             raise StorageError(f"{self._queue.name} has ended: its model was released")
         with self._queue.condition:
             self._queue.num_submitted += 1
-            job = _WorkerJob(deque(parts), place, self._queue.num_submitted, ready or Done(), work or Work())
+            job = _WorkerJob(deque(parts), place, self._queue.num_submitted, ready or Done(), work or Work(), pace)
             if self._thread.ident is None:
                 self._thread.start()
             bisect.insort(self._queue.jobs, job, key=BY_PLACE)

@@ -109,6 +109,7 @@ class ShardedValue:
     def open(self, offsets: torch.Size) -> torch.Tensor:
         """Return the values of a box, some of which are about to be filled."""
         box, record, low = self.places[offsets]
+        record.column.keep_own()
         if not isinstance(record.column, CodedTensor):
             return self.read(offsets)
         if record not in self._decoded:

@@ -133,6 +133,7 @@ class Checkpoint:
         in_memory = []
         on_disk = []
         for entry, record in targets:
+            record.column.keep_own()
             if record.column.tensor is None:
                 on_disk.append((entry, record))
             else:

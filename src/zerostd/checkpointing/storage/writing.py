@@ -34,7 +34,7 @@ from zerostd.checkpointing.storage.directory import (
 )
 from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.remote import AnyPath
-from zerostd.checkpointing.storage.safetensors_files import DirectFileWriter, OutputTensor, write_file
+from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, DirectFileWriter, OutputTensor, write_file
 from zerostd.communication import Control, World
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
@@ -45,6 +45,7 @@ from zerostd.parameters.observing import StepObserver
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event
 from zerostd.tiers.host import PAGE, aligned
+from zerostd.tiers.pacing import LinkPace
 
 OutputTensors = Mapping[SavedInterval, OutputTensor]
 
@@ -92,6 +93,7 @@ class Saving(PendingSave):
     steps that training takes meanwhile, or when the processes end.
 
     All ranks make it together. `manifest` is this rank's: its tensors describe `records` one by one, without parts.
+    With a `pace` it is written as background work.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Saving(PendingSave):
         control: Control,
         keep: int | None,
         retries: Retries,
+        pace: LinkPace | None = None,
     ) -> None:
         self.target = target
         self._retries = retries.cleaning(partial(make_room, target, keep))
@@ -112,7 +115,7 @@ class Saving(PendingSave):
         self._directory: PendingDirectory | PendingObjects | None = None  # on rank 0
         self._outcome: Manifest | CheckpointError | None = None  # of this rank's thread
         self._group_writes = {record.group: Work() for record in records if record.stop > record.start}
-        tensors = _output_tensors(records, control.world.device)
+        tensors = _output_tensors(records, control.world.device, pace)
         folder: AnyPath | CheckpointError | None = None
         with ExitStack() as cleanup:
             try:
@@ -240,8 +243,9 @@ class Saving(PendingSave):
         return None
 
 
-def _output_tensors(records: Sequence[SavedInterval], device: torch.device) -> OutputTensors:
-    """Return a numbered tensor for each record with elements, to be written by several threads as it is now.
+def _output_tensors(records: Sequence[SavedInterval], device: torch.device, pace: LinkPace | None) -> OutputTensors:
+    """Return a numbered tensor for each record with elements, to be written by several threads as it is now: with a
+    pace, as background work.
 
     Records on the device are read in a stream of their own, which waits for the work queued until now.
     """
@@ -261,11 +265,15 @@ def _output_tensors(records: Sequence[SavedInterval], device: torch.device) -> O
         writer.write(values, offset)
         return crc32(values)
 
+    def write_in_turn(record: SavedInterval, low: int, high: int, writer: DirectFileWriter, offset: int) -> int:
+        with nullcontext() if pace is None else pace.tile(NUM_THREADS):
+            return write(record, low, high, writer, offset)
+
     tensors: dict[SavedInterval, OutputTensor] = {}
     for record in records:
         numel = record.stop - record.start
         step = BLOCK // record.dtype.itemsize
-        blocks = [(low, partial(write, record, low, min(numel, low + step))) for low in range(0, numel, step)]
+        blocks = [(low, partial(write_in_turn, record, low, min(numel, low + step))) for low in range(0, numel, step)]
         if blocks:
             tensors[record] = OutputTensor(str(len(tensors)), record.dtype, (numel,), blocks)
     return tensors
