@@ -21,6 +21,8 @@ def choose_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = torch.device(device)
+    if device.type != "cpu" and not torch.accelerator.is_available():
+        raise PrepareError(f"device='{device}': torch finds no accelerator; `zerostd doctor` says why, or use 'cpu'")
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return torch.device("cpu") if device.type == "cpu" else device

@@ -24,6 +24,7 @@ import torch
 
 from zerostd.monitoring.events import Events
 from zerostd.monitoring.retrying import Retries
+from zerostd.monitoring.texts import plain_seconds
 from zerostd.policy import Kind, Tier
 
 OURS = str(Path(__file__).parents[1])
@@ -55,12 +56,12 @@ class Memory:
             for kind, peak in kinds.items():
                 now = self.now.get(tier, {}).get(kind, 0)
                 rows.append(f"{tier:<8}{kind:<18}{now / 2**20:>8.1f} MiB{peak / 2**20:>8.1f} MiB")
-        rows.append(f"gradients rest as {self.gradients}")
+        rows.append(f"gradients are kept in {self.gradients}")
         for kind, (size, held) in self.coded.items():
             sizes = f"{size / 2**20:.1f} MiB are coded in {held / 2**20:.1f} MiB"
             rows.append(f"{kind} of {sizes} ({size / max(1, held):.2f} to 1)")
         if self.unpacking_s:
-            rows.append(f"unpacking took {self.unpacking_s:.3g} s of processor time")
+            rows.append(f"unpacking took {plain_seconds(self.unpacking_s)} of processor time")
         rows += [f"tried again {count} times: {what}" for what, count in self.retries.items()]
         return "\n".join(rows)
 

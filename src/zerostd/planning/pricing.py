@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import percent_text, plain_seconds, size_text
 from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
@@ -100,7 +100,8 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
         count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
         yield (
             f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
-            f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it frees device memory for model state."
+            f"torch.utils.checkpoint would make a step {percent_text(gain)} shorter: "
+            "it frees device memory for model state."
         )
 
 
@@ -128,7 +129,7 @@ def _about_activations(solution: Solution) -> Iterator[str]:
         prices = []
         again_s = request.accumulate * again_seconds(request, solution.shares)
         if again_s > 0:
-            prices.append(f"{again_s:.3g} s of arithmetic a step")
+            prices.append(f"{plain_seconds(again_s)} of arithmetic a step")
         if sent > 0:
             prices.append(f"{size_text(sent)} of host memory, sent over the link and back in every pass")
         instead = f"{size_text(held)} of the device instead of {size_text(kept)}"
@@ -139,6 +140,6 @@ def if_most_are_clipped(plan: Plan, without_s: float) -> Iterator[str]:
     """Yield what a plan that speculates costs where most steps are clipped, if one that does not takes `without_s`."""
     if (plan.predicted.clipped_s or 0.0) > without_s * (1 + WORTH_SAYING):
         yield (
-            f"Without speculation every step takes {without_s:.3g} s. If most steps are clipped, leave accumulate= "
-            "out of prepare."
+            f"Without speculation every step takes {plain_seconds(without_s)}. If most steps are clipped, leave "
+            "accumulate= out of prepare."
         )

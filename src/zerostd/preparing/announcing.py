@@ -15,7 +15,7 @@ import torch
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import percent_text, plain_seconds, size_text
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
@@ -57,7 +57,7 @@ def summary(settings: Settings, world: World) -> str:
     if plan is not None:
         sizes = [f"{size_text(plan.predicted.total(tier))} {tier.value}" for tier in Tier if plan.predicted.total(tier)]
         parts += ["planned " + ", ".join(sizes)] if sizes else []
-        parts += [f"a step in {plan.predicted.step_s:.3g} s"] if plan.predicted.step_s else []
+        parts += [f"a step in {plain_seconds(plan.predicted.step_s)}"] if plan.predicted.step_s else []
     return "; ".join(parts)
 
 
@@ -93,7 +93,7 @@ def _home(placement: Placement, kind: Kind) -> str:
     shares = placement.shares(kind)
     if len(shares) == 1:
         return f"the {next(iter(shares)).value}"
-    return ", ".join(f"{tier.value} {share:.0%}" for tier, share in shares.items())
+    return ", ".join(f"{tier.value} {percent_text(share)}" for tier, share in shares.items())
 
 
 def warn_of_idle_accelerator(settings: Settings, world: World) -> None:

@@ -118,7 +118,7 @@ class Adapter(StepObserver):
         elif self._ranking is not None and step % EVERY:
             self._take_candidates()
         elif self._is_first_look:
-            self._begin_watch("after the first steps")
+            self._begin_watch("the first steps were measured")
         elif step % EVERY == 0:
             self._check()
         elif step == 1 and self.runtime.world.size == 1:
@@ -166,7 +166,7 @@ class Adapter(StepObserver):
             if all(is_held):
                 self._start(plan)
                 return
-        self._revise("after the first pass", self._report())
+        self._revise("the first pass was measured", self._report())
         if self.plan.is_untried:  # nothing fits better
             what = "a pass like the first one, beside the optimizer states"
             refusals: list[str] = control.collect(self._room.refusal(self.plan, what))
@@ -302,7 +302,7 @@ class Adapter(StepObserver):
         trials = self._trials
         self._trials = None
         winner = trials.winner()
-        text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
+        text = "; ".join(f"{trial.measured_s:.3g} s with {trial.name}" for trial in winner.trials)
         log.info("tried plans after step %d (%s); the first is kept: %s", self._pace.step, trials.why, text)
         self._pace.replaced = None if is_same(winner, trials.present) else (trials.present, trials.present_s)
         self._choose(winner, trials.present, trials.why)

@@ -193,7 +193,8 @@ class Recording(StepObserver):
             self._plan = plan
             self._leaks.start(step.number + 1)
             if plan is not None:
-                reason = plan.notes[-1] if plan.notes else ""
+                revisions = [note for note in plan.notes if note.startswith("Revised after step")]
+                reason = revisions[-1] if revisions else "a candidate, tried in real steps"
                 self._write_line(records.PlanLine(step.number, json.loads(plan.to_json()), reason))
         self._begun = now
         self._choose_next(step.number)

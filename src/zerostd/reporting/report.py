@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import plain_seconds, size_text
 from zerostd.reporting import numbers
 from zerostd.reporting.plans import plans
 from zerostd.reporting.records import MemoryLine, QualityLine, Run, tidy_text
@@ -104,7 +104,7 @@ def _coded(run: Run) -> Iterator[str]:
         ratio = f" ({size / held:.2f} to 1)" if held else ""
         yield f"{what} of {size_text(size)} are kept as codes in {size_text(held)}{ratio}."
     if unpacking_s := sum(line.unpacking for line in lines):
-        yield f"Unpacking parameters took {unpacking_s:.3g} s of processor time."
+        yield f"Unpacking parameters took {plain_seconds(unpacking_s)} of processor time."
 
 
 def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:
