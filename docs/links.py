@@ -39,7 +39,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """mkdocs: links as they lie in the repository become links of the site. Search leaves out what is not documentation."""
+    """mkdocs: links as they lie in the repository become links of the site. Search finds documentation only."""
     own = page.file.src_uri
     if own.startswith("source/"):
         page.meta["search"] = {"exclude": True}

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from planning.machines import GIB, gpt, make_plan, request_of
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import short_size, size_text
-from zerostd.monitoring.texts import seconds_text
+from zerostd.monitoring.texts import seconds_text, short_size, size_text
 from zerostd.planning import Plan, Prediction
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
@@ -235,7 +234,9 @@ def test_a_plan_in_words() -> None:
     assert host.startswith("host") and "100 GiB" in host
     assert "\ndisk" not in text
     assert f"A step takes {plan.predicted.step_s:.3g} s. The bottleneck is " in text
-    assert f"One more GiB of the device would save {seconds_text(plan.predicted.prices[Tier.DEVICE] * GIB)} a step" in text
+    assert (
+        f"One more GiB of the device would save {seconds_text(plan.predicted.prices[Tier.DEVICE] * GIB)} a step" in text
+    )
     assert "One more GiB of the host would not shorten the step." in text
     assert "\nA note to the reader." in text
 

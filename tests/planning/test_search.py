@@ -175,4 +175,4 @@ def test_a_plan_that_speculates_says_what_steps_take_without(samples: int) -> No
     assert f"A clipped step takes {plan.predicted.clipped_s:.3g} s." in plan.explain()
     advice = f"Without speculation every step takes {late.predicted.step_s:.3g} s."
     is_longer = (plan.predicted.clipped_s or 0.0) > 1.02 * (late.predicted.step_s or 0.0)
-    assert (advice in plan.explain()) == is_longer and "speculating" not in late.explain()
+    assert (advice in plan.explain()) == is_longer and "speculative" not in late.explain()

@@ -231,7 +231,7 @@ def _table(plan: Plan) -> list[str]:
 def _sentences(plan: Plan) -> list[str]:
     predicted = plan.predicted
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
-    lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
+    lines = [f"Stage {plan.stage.value} on {ranks}" + (", with speculative updates." if plan.speculate else ".")]
     if plan.codec:
         coded = ", ".join(f"{what.replace('_', ' ')} ({codec})" for what, codec in plan.codec.items())
         is_exact = set(plan.codec.values()) == {LOSSLESS}
