@@ -284,7 +284,7 @@ class Placement:
             )
 
     def shares(self, kind: Kind) -> dict[Tier, float]:
-        """Return the shares by tier of a kind, zero shares left out."""
+        """Return the shares of a kind by tier, without zero shares."""
         share = getattr(self, kind.value)
         parts = {share: 1.0} if isinstance(share, str) else share
         return {Tier(name): float(part) for name, part in parts.items() if part > 0}
@@ -315,7 +315,7 @@ class Placement:
 
 
 def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
-    """Whole groups, from the last one on: kept nearest what is needed first."""
+    """Return whole groups by way, from the last one on: what is needed first is kept nearest."""
     ways: dict[str, Way] = {}
     backwards = list(reversed(groups))
     share = 0.0

@@ -60,7 +60,7 @@ def in_options(text: str) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that prints."""
+    """Return whether this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -76,7 +76,7 @@ class CodedWires(Wires):
     def reduce(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
     ) -> Transfer:
-        """As `Wires.reduce`, of what the codes say."""
+        """Reduce as `Wires.reduce` does, after decoding."""
         if not self._codes(full):
             return super().reduce(full, land, accumulate=accumulate)
         self._feed(full, lost)
@@ -88,7 +88,7 @@ class CodedWires(Wires):
         )
 
     def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
-        """As `Wires.reduce_everywhere`, of what the codes say; the mean is coded again."""
+        """Reduce as `Wires.reduce_everywhere` does, after decoding; the mean is coded again."""
         if self._codes(full):
             self._feed(full, lost)
         return super().reduce_everywhere(full)
@@ -160,7 +160,7 @@ class CodedWires(Wires):
         return self._spread_coded(full, shard, MEAN_BITS, verb)
 
     def _encode(self, shard: torch.Tensor, bits: int, verb: str) -> torch.Tensor:
-        """Return the buffer for the coded slices of all ranks, a row each, with mine in it."""
+        """Return a buffer for the coded slices of all ranks, a row for each, that contains the slice of this rank."""
         size = self.world.num_shards
         num_bytes = coded_bytes(shard.numel(), bits)
         self.ledger.sent[verb] += num_bytes * (size - 1)

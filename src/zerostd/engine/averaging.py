@@ -273,7 +273,7 @@ class Average(StepObserver):
 
     @torch.no_grad()
     def _apply_buffers(self) -> None:
-        """Write averages, which are rank 0's from then on, to buffers."""
+        """Copy rank 0's averages to the buffers of all ranks."""
         if self.buffers and self.num_averaged:
             self._runtime.wires.broadcast(list(self.buffers.values()))
             buffers = dict(self.model.named_buffers())

@@ -106,6 +106,6 @@ def _kept(runtime: Runtime) -> Iterator[tuple[Kind, torch.Tensor]]:
 
 
 def _scratch(runtime: Runtime) -> Iterator[torch.Tensor]:
-    """Yield working memory, whose values nobody needs."""
+    """Yield working memory, whose values need not be kept."""
     if runtime.optimizer is not None:
         yield from runtime.optimizer.updater.scratch_memory()

@@ -143,7 +143,7 @@ def sum_slices(
         factor: Multiplies the sum, as fp32; `1 / world_size` for a mean.
         out: Takes the result, in its own dtype (bf16, fp16 or fp32); as many elements as one slice.
         accumulate: Add the result to `out`, which then must be fp32 or fp64, instead of overwriting it.
-        num_threads: Most CPU threads to use.
+        num_threads: The largest number of CPU threads to use.
     """
     _check_slices(received, num_slices, out, accumulate=accumulate, num_threads=num_threads)
     if received.dtype in native.DTYPES and native.serves(received, out) and native.apart(received, out):

@@ -85,7 +85,7 @@ def free_bytes(device: torch.device, disk_path: str | None) -> dict[str, int]:
 
 
 def _free_device(device: torch.device) -> int:
-    """Return what nobody holds, as far as this process may have it, and what torch holds and does not use."""
+    """Return the free bytes that this process may use, and those that torch has cached."""
     module = torch.get_device_module(device)
     ask = module.mem_get_info if hasattr(module, "mem_get_info") else torch.accelerator.get_memory_info
     free, total = ask(device)

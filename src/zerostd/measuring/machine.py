@@ -270,7 +270,7 @@ def cached(kind: str, key: Any) -> Path:
 
 
 def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> MachineProfile | None:
-    """Return the profile that was kept, less what is not asked for; None if it is not of here and now."""
+    """Return the saved profile without what is not asked for; None if it is of another machine or version."""
     name = machine_name(device)
     now = versions(device)
     path = cache_file(name, now)

@@ -89,7 +89,7 @@ def profile_model(
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """A context in which nothing of a model trains: a forward keeps nothing for backward."""
+    """Return a context in which nothing of a model trains: a forward keeps nothing for backward."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

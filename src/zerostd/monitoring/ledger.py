@@ -185,7 +185,7 @@ class Ledger:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work_on(self, group: str) -> None:
-        """Attribute what is entered from now on to a group."""
+        """Charge all memory entered from now on to a group."""
         self._group = group
 
     def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:

@@ -1,4 +1,4 @@
-"""`optimizer.state` as torch has it, by parameter: read, written, replaced and deleted by whoever touches it.
+"""`optimizer.state` as torch has it, by parameter: read, written, replaced and deleted by the user's code.
 
 Spans keep states (spans.py). The states of a parameter are put together when they are read, from all ranks where ranks
 update slices of it: then every rank must read them. What is written goes to this rank's part at once.
@@ -178,4 +178,4 @@ class _StateSource:
         self.state[self.name] = whole
 
     def forget(self) -> None:
-        """Nothing is kept: `read` returns a copy each time."""
+        """Do nothing: `read` returns a copy each time."""

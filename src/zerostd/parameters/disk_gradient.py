@@ -49,7 +49,7 @@ class Windows:
         self._sizes[gradient] = num_bytes
 
     def fit(self) -> None:
-        """Have memory for the gradients that are expected, and no more."""
+        """Allocate memory for the expected gradients, and free what is not needed."""
         for window, size in zip(self._windows, Staging.sizes(self._sizes.values()), strict=True):
             if window.memory.nbytes != size:
                 self._clear(window)
@@ -211,7 +211,7 @@ class DiskGradient(HostGradient):
         self.hold(record_event(target.device))
 
     def tier_tensor(self) -> TierTensor:
-        """Return it as it rests on disk; nobody may have it in memory as long as that is used."""
+        """Return it as it is kept on disk. It may not be in memory while the result is used."""
         self._kept()
         if self.on_disk is None:
             return super().tier_tensor()

@@ -249,7 +249,7 @@ class Flat:
     # What users write to parameters
 
     def wait_readers(self) -> None:
-        """Wait until nobody reads values and states any more."""
+        """Wait until all reads of values and states have ended."""
         for reader in self.readers:
             reader.wait()
         self.readers.clear()
@@ -281,7 +281,7 @@ class Flat:
 
     def watch(self, index: int) -> bool:
         """Copy a parameter that is half of its master, since it is about to be written to. Returns False if a copy is
-        there already, or comes too late: somebody wrote unseen."""
+        there already, or comes too late: the write went unnoticed."""
         piece = self.layout.piece_of(index, self.region)
         is_late = self._read_versions()[index] != self._edits.versions[index]
         if piece is None or is_late or piece in self._edits.copies:
@@ -290,7 +290,7 @@ class Flat:
         return True
 
     def keep_watched(self, index: int, *, forget: bool) -> None:
-        """Keep what the user wrote to a parameter that is watched, and with `forget` watch it no more."""
+        """Keep what the user wrote to a watched parameter; with `forget`, stop watching it."""
         piece = self.layout.piece_of(index, self.region)
         version = self._read_versions()[index]
         copy = None if piece is None else self._edits.copies.get(piece)

@@ -75,7 +75,7 @@ class Gradient:
         return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
 
     def give_back(self) -> None:
-        """Give the memory back: nobody wants what rests, and no update reads it. What a numpy array uses stays."""
+        """Give the memory back: what it holds is not needed, and no update reads it. What a numpy array uses stays."""
         for tensor in self._memories:
             if tensor.untyped_storage().resizable():
                 self._free(tensor)

@@ -215,7 +215,7 @@ class Group:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Note that somebody holds its values inside the context: it cannot be updated there."""
+        """Note that its values are held inside the context: it cannot be updated there."""
         self.num_pins += 1
         try:
             yield
@@ -238,7 +238,7 @@ class Group:
             flat.readers.append(reader)
 
     def wait_readers(self) -> None:
-        """Wait until nobody reads values and states any more."""
+        """Wait until all reads of values and states have ended."""
         for flat in self.flats:
             flat.wait_readers()
 

@@ -93,7 +93,7 @@ class HostGradient(Gradient):
         """Keep the memory: pinning it again would hold up every step."""
 
     def take_memory(self) -> None:
-        """It is there."""
+        """Do nothing: the memory is there."""
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
         return self.allocator.host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)

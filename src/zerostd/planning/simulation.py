@@ -75,8 +75,8 @@ class StepSimulation:
         self.speeds: dict[Any, dict[str, float]] = {}  # by what is running: it is the same again and again
 
     def land(self, group: int, *, last: bool, adds: bool) -> None:
-        """A group's gradient is there, on the device or on its way to the host; in the last pass its update follows.
-        With `adds` it is added to what is kept there, which comes up for that."""
+        """Take a group's gradient, which stays on the device or goes to the host; in the last pass its update follows.
+        With `adds` it is added to what is kept there, which is read for that."""
         cost = self.costs[group]
         share = self.shares[group]
         updates = last and self.request.is_early
@@ -370,7 +370,7 @@ class ActivationTraffic:
         return group == len(self.sizes) or len(self.leaving) < NUM_BUFFERS
 
     def want(self, group: int) -> None:
-        """Backward comes to a group: what is away of it and of the next one is needed, more may come."""
+        """Handle backward coming to a group: what is away of it and of the next one is needed, more may come."""
         stays = self.stays[group]
         num_needed = NUM_BUFFERS
         if stays is not None:

@@ -97,7 +97,7 @@ def _home(placement: Placement, kind: Kind) -> str:
 
 
 def warn_of_idle_accelerator(settings: Settings, world: World) -> None:
-    """Warn if the model trains on the CPU although there is an accelerator and nobody asked for the CPU."""
+    """Warn if the model trains on the CPU although there is an accelerator and the CPU was not asked for."""
     is_asked_for = settings.device is not None or settings.servers is not None
     if world.device.type == "cpu" and not is_asked_for and torch.accelerator.is_available():
         name = torch.accelerator.current_accelerator()

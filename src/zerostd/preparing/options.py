@@ -134,7 +134,7 @@ def check_placement(settings: Settings, placement: Placement) -> None:
 
 
 def _check_codec(settings: Settings, placement: Placement) -> None:
-    """Refuse codecs that there are not, that nobody allowed, or that do not go with other options."""
+    """Refuse codecs that do not exist, that were not allowed, or that conflict with other options."""
     if not isinstance(placement.codec, Mapping):
         raise PrepareError(f"Placement(codec={placement.codec!r}) must be a dict, such as {{'reduce': 'int8'}}")
     for name, codec in placement.codec.items():

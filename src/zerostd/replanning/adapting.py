@@ -84,7 +84,7 @@ class Adapter(StepObserver):
             runtime.hooks.renew()
 
     def before_forward(self) -> None:
-        """A forward of training begins."""
+        """Called when a forward of training begins."""
         passes = self.runtime.backward.passes
         if passes.num_steps != self._pace.step:
             self._begin_step(passes.num_steps)
@@ -94,12 +94,12 @@ class Adapter(StepObserver):
         self._follow_input()
 
     def after_backward(self) -> None:
-        """A backward pass has ended. The first step makes states only now, which would hide what the pass took."""
+        """Called when a backward pass has ended, before the first step makes states, which hide what the pass took."""
         if self.plan.is_untried:
             self.meter.note_pass()
 
     def after_release(self) -> None:
-        """The model is an ordinary one again."""
+        """Called when the model is an ordinary one again."""
         self.meter.cap(is_on=False)
 
     def _begin_step(self, step: int) -> None:

@@ -83,7 +83,7 @@ class PendingNumber:
             self._arrived = Timestamp(value.device)
 
     def has_arrived(self) -> bool:
-        """Whether the host has the value, so that `float` of this does not wait."""
+        """Return whether the host has the value, so that `float` of this does not wait."""
         return self._arrived is None or self._arrived.has_passed()
 
     def __float__(self) -> float:
@@ -101,7 +101,7 @@ class _Step:
     has_events: bool = False
 
     def is_over(self, spans: list[Span]) -> bool:
-        """Whether the device has come past all of it, its spans included."""
+        """Return whether the device has finished the step, including its spans."""
         stamps = [self.ended, *(span.ended for span in spans if span.ended is not None)]
         have_passed = all(stamp.has_passed() for stamp in stamps)
         return have_passed and all(number.has_arrived() for number in self.numbers.values())

@@ -96,7 +96,7 @@ class Gatherer:
 
     def start_gather(self, group: Group, *, is_ahead: bool = False) -> None:
         """Start gathering a released group; nothing to do for others. A rank by itself leaves one that does not fit
-        on the device, if nobody needs it yet."""
+        on the device, if it is not needed yet."""
         if group.state is not GroupState.RELEASED:
             return
         self.wait_updates(group)
@@ -198,7 +198,7 @@ class Gatherer:
             self.start_gather(group)
 
     def check_unpinned(self, groups: Iterable[Group]) -> None:
-        """Raise if somebody holds the values of a group that is to be updated."""
+        """Raise if the values of a group to be updated are held."""
         if any(group.num_pins for group in groups):
             raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
 

@@ -165,7 +165,7 @@ class ActivationOffloader:
     # Slices
 
     def _slice_bytes(self, storage: SavedStorage) -> int:
-        """Bytes of the slice that each of the peers keeps."""
+        """Return the bytes of the slice that each of the peers keeps."""
         size = 1 if self.peers is None else self.peers.world.size
         return -(-storage.num_bytes // (size * SLICE)) * SLICE if size > 1 else storage.num_bytes
 

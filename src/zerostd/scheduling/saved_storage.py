@@ -58,7 +58,7 @@ class SavedStorage:
         return self.block is not None or self.own_slice is not None
 
     def is_spoilt(self) -> bool:
-        """Return whether somebody changed it in place after it was saved."""
+        """Return whether it was changed in place after it was saved."""
         if self.left is not None and version_of(self.left) != self.version:
             self.version = SPOILT
         return self.version == SPOILT

@@ -327,7 +327,7 @@ class DcpCheckpoint:
         self._read({key: ShardedValue(of) for key, of in records.items()}, on_bytes)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open."""
 
 
 def _is_small(stored: Any) -> bool:

@@ -92,7 +92,7 @@ class PendingDirectory:
 
 
 class PendingObjects:
-    """Objects below a URL that are being written: the same verbs. Nothing of somebody else's is removed."""
+    """Objects below a URL that are being written: the same verbs. Files of others are not removed."""
 
     def __init__(self, target: RemotePath, retries: Retries) -> None:
         self.target = self.folder = target
