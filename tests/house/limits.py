@@ -13,8 +13,8 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 36_897  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, packing
-MOST_LINES_IN_CORE = 16_687  # 9,990 before those
+MOST_LINES = 36_963  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, packing
+MOST_LINES_IN_CORE = 16_713  # 9,990 before those
 MOST_CLASSES = 294  # 225 before those
 
 # Habits that give way.

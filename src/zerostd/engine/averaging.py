@@ -225,8 +225,8 @@ class Average(StepObserver):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Set parameters to their averages inside the context. Afterwards they, their masters and buffers have the bits
-        they had. Collective.
+        """Set parameters to their averages inside the context. Afterwards parameters, masters and buffers are bit for
+        bit as before. Collective.
 
         The model can be evaluated and read there, and given to `zerostd.full_state_dict`. Training and changes of
         parameters are refused. Before the first averaged step, parameters are as they are.
