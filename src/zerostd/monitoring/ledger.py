@@ -169,12 +169,12 @@ class KeptGraphs:
 
 @dataclass
 class Ledger:
-    """The books of one prepared model. Threads of a disk enter what they move; all else comes from one at a time."""
+    """Counts the bytes of one prepared model. Disk threads enter what they move, one thread all else."""
 
     now: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     peak: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     held: Counter[Tier] = field(default_factory=Counter)  # bytes of all kinds, now
-    most: Counter[Tier] = field(default_factory=Counter)  # and at most, since somebody set it back
+    most: Counter[Tier] = field(default_factory=Counter)  # and at most, since the peak was reset
     sent: Counter[str] = field(default_factory=Counter)  # bytes this rank put on the wire, by verb
     gradient_form: str = "none yet"
     unpacking_s: float = 0.0  # of processor time, in which packed tiles became numbers

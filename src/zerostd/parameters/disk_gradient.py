@@ -1,8 +1,8 @@
 """A gradient that rests on disk, as a tier tensor with page checksums.
 
 It passes through host memory. `Windows` are buffers as large as the two largest gradients: one lands in a window, as a
-host gradient does in its own memory, and is written from there while the next one lands in the other. Whoever reads or
-changes it brings it back, and works on the window. A window stays with its gradient until another gradient needs it;
+host gradient does in its own memory, and is written from there while the next one lands in the other. Reads and
+changes bring it back first, and work on the window. A window stays with its gradient until another gradient needs it;
 then updates that read it are waited for, and what was changed is written.
 """
 

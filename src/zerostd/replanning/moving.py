@@ -177,7 +177,7 @@ class HomeMove:
         return not self._left and not self._next
 
     def take_ahead(self, most_bytes: float = math.inf) -> None:
-        """Let a thread take the memory of the flats that move next: of so many bytes inside the limits, or of one."""
+        """Let a thread allocate memory for the flats that move next, up to `most_bytes` or the limits; at least one."""
         total = 0
         held = Counter(self._runtime.ledger.held)
         while self._left:
