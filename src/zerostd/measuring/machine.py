@@ -227,7 +227,7 @@ def _link_and_processor(
 def _check_quiet(had: float, cores: int) -> None:
     if had < QUIET:
         log.warning(
-            "other programs used part of the %d cores during the measurement (updates had %.0f%% of them), so the "
+            "other programs used part of the %d cores during the measurement (updates had %.0f %% of them), so the "
             "rates are too low; run `zerostd measure --again` when the machine is idle",
             cores,
             100 * had,

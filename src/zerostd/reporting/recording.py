@@ -117,7 +117,8 @@ class Recording(StepObserver):
         self._device = runtime.world.device
         self._steps: list[_Step] = []  # the last one may still get numbers
         self._spans: list[Span] = []  # of steps that are not written yet; updates end in the step after theirs
-        self.waited: float | None = None  # part of the last recorded step in which the loop waited
+        self.waited: float | None = None  # part of the recorded steps so far in which the loop waited
+        self._waits = (0.0, 0.0)  # seconds of these waits, and of these steps
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -247,7 +248,9 @@ class Recording(StepObserver):
             elif span.name in COMPUTES:
                 busy.setdefault("device", []).append((begun, ended))
         most = end - start  # no more than the line of the step says
-        self.waited = min(1.0, sum(waiting.values()) / max(most, 1e-9))
+        waited_s, steps_s = self._waits
+        self._waits = (waited_s + sum(waiting.values()), steps_s + most)
+        self.waited = min(1.0, self._waits[0] / max(self._waits[1], 1e-9))
         covered = {lane: min(most, covered_seconds(times)) for lane, times in busy.items()}
         self._write_line(records.SecondsLine("waiting", step.number, waiting))
         self._write_line(records.SecondsLine("busy", step.number, covered))

@@ -145,7 +145,8 @@ class Tracker(Generic[Batch]):
         step_s = self._step_s or 0.0
         parts.append(f"{seconds_text(step_s)}/step")
         counted = [name for name in ("tokens", "samples") if self._shown.get(name) and step_s]
-        parts += [f"{rate_text(self._shown[name] / step_s)} {name}/s" for name in counted[:1]]
+        num_ranks = self._runtime.world.size  # with batches of one size, as on the page
+        parts += [f"{rate_text(num_ranks * self._shown[name] / step_s)} {name}/s" for name in counted[:1]]
         held = Counter[str]()
         for (tier, _), size in self._runtime.ledger.now.items():
             held[tier.value] += size

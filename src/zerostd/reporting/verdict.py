@@ -19,7 +19,7 @@ BOUND_BY = {
 }
 TRY = {  # by what the loop waits for
     "updates": "Try more tokens per step, accumulate=, or a share of the states on the device.",
-    "parameters": "Try parameters on the device, stage 2 instead of 3, or larger groups.",
+    "parameters": "Try parameters on the device, or larger groups.",
     "gradients": "Try gradients on the device.",
 }
 WORTH_SAYING = 0.05  # of a step
