@@ -46,7 +46,7 @@ def python_thread() -> threading.Thread | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that no other living storage has, whether or not its memory is there."""
+    """Return a number that identifies a living storage, with or without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -94,7 +94,7 @@ def named_group(ranks: Sequence[int], backend: str, limit: timedelta, name: str)
 
 
 def local_of(dtensor: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor, when it is there."""
+    """Return the local tensor of a DTensor, once it has arrived."""
     local: Any = dtensor._local_tensor
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
@@ -296,7 +296,7 @@ def move_hook_to_end(parameter: torch.Tensor, handle: Any) -> None:
 
 
 def _metadata() -> frozenset[Any]:
-    """Return functions of torch that ask a tensor for anything but its values, or change such."""
+    """Return functions of torch that read or change anything of a tensor but its values."""
     attributes = """
         shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes names output_nr retains_grad
         is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla is_mps is_xpu

@@ -88,7 +88,7 @@ def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     if disk is None:
         yield "disk", "not measured"
     else:
-        rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at once"
+        rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at the same time"
         yield "disk", f"{rates} ({disk.path})"
     for wire in profile.wires:
         yield "wires", f"{_rate(wire.bandwidth)} per rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"

@@ -63,7 +63,7 @@ class CodedWires(Wires):
 
     @staticmethod
     def _exchanged_bytes(num_bytes: int) -> int:
-        """Return the bytes for what is sent and received: 16-bit numbers give most codes."""
+        """Return the bytes of the buffers for sending and receiving: 16-bit numbers give most codes."""
         return -(-NUM_COPIES * coded_bytes(num_bytes // 2, 8) // ALIGNMENT) * ALIGNMENT
 
     def gather_weights(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
@@ -94,7 +94,7 @@ class CodedWires(Wires):
         return super().reduce_everywhere(full)
 
     def _feed(self, full: torch.Tensor, lost: torch.Tensor | None) -> None:
-        """Replace `full` by what its codes say of it and of what was `lost` before, and keep what they lose now."""
+        """Add what earlier steps `lost` to `full`, replace it by its decoded values, and keep what is lost now."""
         if lost is None or self._reduce_bits is None:
             return
         full += lost

@@ -220,9 +220,9 @@ class Peers:
         )
 
     def _blame(self, answers: dict[int, Place | str], here: Place, *, is_broken: bool) -> str:
-        """Return who is to blame: ranks that are gone, else those that do not wait, else those that wait elsewhere and
-        the first that raised, with its verdict. Those that raised later did so because of others. No rank that is there
-        has broken a connection, wherever it is."""
+        """Return who is to blame: ranks that are gone, otherwise ranks that do not wait, otherwise those that wait
+        elsewhere and the first that raised, with its verdict. Ranks that raised later did so because of others. A rank
+        that still responds has not broken a connection."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
         verdicts = {rank: place for rank, (_, place) in heard if place.verdict}
         missing: list[str] = []
@@ -249,7 +249,7 @@ class Peers:
         return "; ".join(culprits) or NETWORK
 
     def _last_seen(self, rank: int) -> str:
-        """Return where a rank that does not answer was, as far as it is known."""
+        """Return the last known place of a rank that does not answer."""
         if rank not in self._seen:
             return "It was not heard of since zerostd.prepare()"
         heard, place = self._seen[rank]
@@ -289,7 +289,7 @@ class Peers:
         return True
 
     def close(self) -> None:
-        """Say goodbye to the next rank that is there, and close the socket."""
+        """Tell the next rank that this one leaves, and close the socket."""
         if not self.is_open:
             return
         error = getattr(sys, "last_value", None)  # an exception that ends the interpreter
@@ -344,7 +344,7 @@ class Peers:
         return replace(self.place, what=oldest.what, is_waiting=True)
 
     def _is_held_for(self, seconds: float) -> bool:
-        """Return whether collectives on the device have not ended after so many seconds."""
+        """Return whether collectives on the device are still running after this many seconds."""
         end = time.monotonic() + seconds
         while self.pending.oldest() is not None and time.monotonic() < end:
             time.sleep(WATCH_S / 10)

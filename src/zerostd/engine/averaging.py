@@ -57,7 +57,7 @@ class AverageOptions:
                 raise PrepareError(f"averaged({name}={value!r}) must be a whole number of steps, {least} or more")
 
     def describe(self) -> list[str]:
-        """Return what must be the same on all ranks, a line each."""
+        """Return a line for each setting that must be the same on all ranks."""
         decay = "a function" if callable(self.decay) else self.decay
         return [f"decay {decay}", *(f"{name} {getattr(self, name)}" for name in ("start", "every", "tier"))]
 
@@ -352,7 +352,7 @@ def _tier_of_masters(flat: Flat) -> Tier:
 
 
 def _check_limits(runtime: Runtime, need: Counter[Tier]) -> None:
-    """Refuse an average that does not fit beside what is there already. A disk knows its own limit."""
+    """Refuse an average that does not fit beside the allocated memory. A disk knows its own limit."""
     budget = runtime.settings.budget
     taken: Counter[Tier] = Counter()
     for (tier, _), num_bytes in runtime.ledger.now.items():

@@ -59,8 +59,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Owner:
-    """What every module of a prepared model holds, and nobody else: with the last of them, channels, threads, files and
-    host memory go, and the garbage collector need not run."""
+    """Keeps a prepared model alive. Only its modules hold this object; with the last of them, channels, threads, files
+    and host memory go, and the garbage collector need not run."""
 
     runtime: weakref.ref[Runtime]
 

@@ -91,7 +91,7 @@ def _check_idle(runtime: Runtime) -> None:
 
 
 def _kept(runtime: Runtime) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """Yield what must come back with its values; several tensors may share memory."""
+    """Yield memory whose values must be kept; several tensors may share memory."""
     for group in runtime.groups:
         for flat in group.flats:
             if not flat.gives_back:

@@ -104,7 +104,7 @@ class ZeroStrategy(DDPStrategy):
         return root
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Refuse what cannot be honoured, before anything changes."""
+        """Refuse options that cannot be honoured, before anything changes."""
         for callback in trainer.callbacks:
             if isinstance(callback, COPYING):
                 raise zerostd.NotSupportedError(f"{type(callback).__name__} would copy a sharded model: leave it out")

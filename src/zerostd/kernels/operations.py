@@ -99,7 +99,7 @@ def _check_memory(step: UpdateArguments) -> None:
 
 
 def crc32(tensor: Tensor, before: int = 0) -> int:
-    """Return zlib's crc32 of a contiguous tensor on the host, going on from that of what comes `before`."""
+    """Return zlib's crc32 of a contiguous tensor on the host, continuing the checksum `before`."""
     _check_summed(tensor)
     return reference.crc32(tensor, before) if native.load() is None else native.crc32(tensor, before)
 

@@ -122,7 +122,7 @@ def _with_cost(group: GroupProfile, cost: ForwardCost, num_samples: int) -> Grou
 def untried_profile(
     blueprints: Sequence[Blueprint], precision: Precision, states: Mapping[str, torch.dtype]
 ) -> ModelProfile:
-    """Return what is known of a model without a forward.
+    """Return the profile of a model that is known without running a forward.
 
     Counts of parameters are exact. Bytes of one parameter, gradient and state are those of the dtype that most
     parameters have (for gradients and states: most of the trained ones), by the rules of preparing/homes.py.

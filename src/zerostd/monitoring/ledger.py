@@ -106,7 +106,7 @@ class Leaks:
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Leave out what is allocated in a `with` block: a pool keeps its memory for the next pass."""
+        """Do not count memory that is allocated in a `with` block: a pool keeps its memory for the next pass."""
         was_on = self._is_on
         self._is_on = False
         try:

@@ -182,8 +182,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gradients.check_unlocked(call)
 
     def synchronize(self) -> None:
-        """Wait until every update so far is done, also those that go on after step(), and a save has read all it
-        needs. For timing; nothing else needs it."""
+        """Wait until all updates are done, including those that run after step(), and a save has read all it needs.
+        Only timing needs it."""
         if self.updater.offload is not None:
             self.updater.offload.drain()
         for group in self._schedule.update_order():

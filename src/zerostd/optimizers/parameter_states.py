@@ -65,7 +65,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
                 spans.forget(span)
 
     def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Let these be all states there are."""
+        """Replace all states by these."""
         kept = {parameter: dict(named) for parameter, named in states.items()}
         self.clear()
         self.update(kept)
@@ -116,7 +116,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
 
 
 def _wrapped(value: Any, spec: Spec, shape: tuple[int, ...]) -> Any:
-    """Return a state with the local shape as a DTensor, others as they are."""
+    """Return a state of the local shape as a DTensor, and other states unchanged."""
     return spec.wrap(value) if isinstance(value, torch.Tensor) and tuple(value.shape) == shape else value
 
 

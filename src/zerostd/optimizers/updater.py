@@ -282,7 +282,7 @@ class Updater:
                     self.user_groups[index][key] = value
 
     def resident_states(self) -> list[torch.Tensor]:
-        """Return the states on the device that are as long as their spans."""
+        """Return the states on the device that have an element for each of their spans."""
         states = [state for states in self.state.values() for state in states.values()]
         return [s for s in states if isinstance(s, torch.Tensor) and s.dim() and s.device == self.scratch.device]
 

@@ -190,7 +190,7 @@ class DiskGradient(HostGradient):
         return super().open_landing(accumulate=accumulate)
 
     def close_landing(self, landed: torch.Tensor) -> None:
-        """Take the norm of what landed, which would be read for it else, and start its way to the disk."""
+        """Take the norm of the gradient that landed, to save a read later, and start writing it."""
         super().close_landing(landed)
         if self.staging is None:
             self._norm = vector_norm(landed, 2.0)
@@ -211,7 +211,7 @@ class DiskGradient(HostGradient):
         self.hold(record_event(target.device))
 
     def tier_tensor(self) -> TierTensor:
-        """Return it as it is kept on disk. It may not be in memory while the result is used."""
+        """Return the gradient as it is kept on disk. It may not be in memory while the result is used."""
         self._kept()
         if self.on_disk is None:
             return super().tier_tensor()

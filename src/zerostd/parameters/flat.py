@@ -377,7 +377,7 @@ class Flat:
         self._edits.forget(*self._edits.brief)
 
     def coded_bytes(self) -> Iterator[tuple[Kind, int, int]]:
-        """Yield what is kept as codes: its kind, the bytes of its numbers, and those of the codes."""
+        """Yield the states that are kept as codes: its kind, the bytes of its numbers, and those of the codes."""
         if isinstance(self.rest.extent, PackedExtent):
             yield Kind.PARAMETERS, self.rest.extent.num_bytes, self.rest.extent.held_bytes
         for tensor in (tensor for shard in self.state_shards for tensor in shard.tensors.values()):

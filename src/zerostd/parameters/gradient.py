@@ -115,7 +115,7 @@ class Gradient:
         return self._kept()
 
     def _kept(self) -> torch.Tensor:
-        """Return what it rests in; the first call allocates that."""
+        """Return the memory of the gradient; the first call allocates that."""
         if self._sum is not None:
             return self._sum
         if self._rest is None:
@@ -212,7 +212,7 @@ class Gradient:
         """Send what was written, as far as the current stream is concerned, to where it rests."""
 
     def fold(self, *, accumulate: bool) -> None:
-        """Take what was reduced in place into the fp32 sum."""
+        """Add what was reduced in place to the fp32 sum."""
         assert self._sum is not None and self.whole is not None
         total = self.open_landing(accumulate=accumulate)
         if accumulate:
@@ -259,7 +259,7 @@ class Gradient:
         self.changed()
 
     def changed(self) -> None:
-        """Forget what was derived from the gradient: its norm, and the host's copy."""
+        """Drop everything derived from the gradient: its norm, and the host's copy."""
         if self.host_copy is not None:
             self.host_copy.is_current = False
 

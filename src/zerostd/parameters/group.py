@@ -26,7 +26,7 @@ from zerostd.tiers import Done, Transfer, Uploader
 
 
 class GroupState(enum.Enum):
-    """What a group holds now, and what that costs."""
+    """States of a group by the memory that it holds."""
 
     RELEASED = "this rank's shards; parameters show NaN"
     GATHERING = "shards, and buffers that are being filled"

@@ -17,7 +17,7 @@ class StepObserver:
         """Called when a backward pass has ended; its activations are gone."""
 
     def facts(self) -> list[str]:
-        """Return what must be alike on all ranks when a backward pass ends, a line each."""
+        """Return a line for each fact that must be the same on all ranks when a backward pass ends."""
         return []
 
     def after_step(self) -> None:

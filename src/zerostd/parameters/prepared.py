@@ -35,7 +35,7 @@ class Access(Protocol):
     """Brings the values of parameters to code that touches them, and keeps what it writes."""
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
+        """Return the parameter itself if it shows its values, otherwise a copy of them outside autograd."""
         ...
 
     def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ class DeferredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, history: StorageHistory) -> DeferredTensor:
-        """Return what stands for a tensor as it is now."""
+        """Return the handle that stands for the present values of a tensor."""
         layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         return cls(history, tensor.dtype, layout, tensor.is_conj(), tensor.is_neg())
 

@@ -24,7 +24,7 @@ WORTH_SAYING = 0.02  # of a step: what not speculating must bring where most gra
 
 
 def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, notes: Sequence[str] = ()) -> Plan:
-    """Return a solution as a plan, with bytes that were counted for its homes, prices and what else would help."""
+    """Return a solution as a plan, with counted bytes, prices, and sentences about what would help."""
     plan = bare_plan(solution, homes, counted)
     if solution.request.model.knows_time:
         about = _about_activations if solution.request.chooses else _if_recomputed
@@ -34,7 +34,7 @@ def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, no
 
 
 def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) -> Plan:
-    """Return a solution as a plan that knows its seconds and bytes, and of nothing else."""
+    """Return a solution as a plan with seconds and bytes only."""
     request = solution.request
     speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
     busy = work(request, solution.shares)

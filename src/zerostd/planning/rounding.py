@@ -173,7 +173,7 @@ def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[
 
 
 def enlargements(request: PlanRequest) -> list[dict[Tier, float]]:
-    """Return the bytes that would be enough, in the ways there are: the fewest in all, and of each tier alone."""
+    """Return the enlargements of the budget that would be enough: the fewest in all, and of each tier alone."""
     least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
     fewest = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
     alone = [_in_whole_groups(request, (tier,)) for tier in request.limits if {*fewest} != {tier}]

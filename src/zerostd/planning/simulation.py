@@ -215,7 +215,7 @@ class StepSimulation:
         self.note("wait", group, begun)
 
     def note(self, worker: str, group: int, begun: float, name: str = "") -> None:
-        """Keep what has just ended for the timeline."""
+        """Record work that has just ended for the timeline."""
         if self.now > begun + EPSILON:
             group_name = self.costs[group].name if 0 <= group < len(self.costs) else ""
             self.spans.append((worker, name, group_name, begun, self.now))
@@ -359,7 +359,7 @@ class ActivationTraffic:
             self.leaving.append(group)
 
     def has_room(self, group: int) -> bool:
-        """Return whether what is leaving may do so while groups from this one on run: if it is no more than will stay
+        """Return whether activations may still leave while groups from this one on run: if it is no more than will stay
         of them. Otherwise only the last one's is, or two while groups run that send nothing, none when the last did."""
         to_come = [size for size in self.stays[group:] if size is not None]  # of groups that send nothing
         if sum(self.sizes[leaving] for leaving in self.leaving) <= sum(to_come):

@@ -28,7 +28,7 @@ log = logging.getLogger("zerostd")
 
 
 def announce(settings: Settings, world: World) -> None:
-    """Say what was decided."""
+    """Log the decisions in one line."""
     if world.rank == 0:
         _say(summary(settings, world))
 

@@ -130,7 +130,7 @@ def build(
 
 
 def _demand(plans: list[list[FlatPlan]]) -> Demand:
-    """Return the bytes of model state, and of the host memory that what is on disk passes through."""
+    """Return the bytes of model state, and of the host memory through which state on disk passes."""
     need = demand(plans)
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
     return need

@@ -115,7 +115,7 @@ def for_role(settings: Settings, world: World) -> Settings:
 
 
 def check_placement(settings: Settings, placement: Placement) -> None:
-    """Refuse what cannot be honoured, before anything is looked at."""
+    """Refuse placements that cannot be honoured, before looking at the model."""
     if not settings.has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
         raise PrepareError(
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know its states: "

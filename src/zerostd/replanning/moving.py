@@ -240,7 +240,7 @@ class HomeMove:
         give_back()
 
     def _renew(self) -> None:
-        """Let updates and hooks follow what has moved."""
+        """Let updates and hooks follow the flats that moved."""
         runtime = self._runtime
         optimizer = runtime.optimizer
         assert optimizer is not None

@@ -43,7 +43,7 @@ class PassRoom:
         return self.profile
 
     def holds(self, plan: Plan, times: float = 1.0) -> bool:
-        """Return whether model state and activations of a plan fit on the device, for so many times the batch."""
+        """Return whether model state and activations of a plan fit on the device, for a batch `times` as large."""
         limits = self._meter.limits()
         limits[Tier.DEVICE] -= int(times * self._activations_of(plan))
         return self._search.fits(plan, limits)

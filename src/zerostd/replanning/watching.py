@@ -207,7 +207,7 @@ def counted_profile(runtime: Runtime) -> ModelProfile | None:
 
 
 def scaled_profile(profile: ModelProfile, times: float) -> ModelProfile:
-    """Return a model whose activations are so many times as large."""
+    """Return a model whose activations are `times` as large."""
     groups = (
         replace(group, kept_bytes=times * group.kept_bytes, boundary_bytes=times * group.boundary_bytes)
         for group in profile.groups

@@ -176,7 +176,7 @@ class Recording(StepObserver):
     # Between steps
 
     def after_step(self) -> None:
-        """Keep what is known of the step that was taken, and write what the device has done of earlier ones."""
+        """Keep the numbers of the step that was taken, and write earlier steps that the device has finished."""
         now = Timestamp(self._device)
         events = self._runtime.ledger.events
         step = _Step(self._runtime.backward.passes.num_steps, self._begun, now, has_events=events.is_on)

@@ -78,7 +78,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _setting(value: Any) -> str | int | bool | None:
-    """Return whole numbers, true, false and null as they are, and everything else as a text."""
+    """Return whole numbers, true, false and null unchanged, and everything else as a text."""
     if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**53):
         return value
     return tidy_text(value if isinstance(value, str) else repr(value))
@@ -108,7 +108,7 @@ def _coded(run: Run) -> Iterator[str]:
 
 
 def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:
-    """Yield a notice for whatever is drawn with less than there is."""
+    """Yield a notice for each chart or table that does not show everything."""
     loss = report["losses"]
     num_points = max(curve["count"] for curve in (loss, *report["quality"]))
     if num_points > numbers.MOST_POINTS:

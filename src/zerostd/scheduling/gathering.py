@@ -112,7 +112,7 @@ class Gatherer:
                     group.start_gather(at_once=self._is_streaming)
 
     def _make_room(self, group: Group) -> None:
-        """Give back what can be given back on the device; see [Note: short of device memory]."""
+        """Free everything that can be freed on the device; see [Note: short of device memory]."""
         device = self.wires.world.device
         self.wires.ledger.retries.count("gathering", "out of device memory", f"group {group.name!r}")
         self.is_short = True

@@ -77,7 +77,7 @@ class ActivationOffloader:
         return max(0, sum(self._staying_before) - sum(self._staying))
 
     def _let_go(self, num_groups: int, num_bytes: int) -> None:
-        """Let go of what left first, until no more than so many groups or so many bytes are leaving."""
+        """Free what left first, until at most this many groups or bytes are leaving."""
         while len(self._leaving) > num_groups and num_bytes_of(_here(self._leaving)) > num_bytes:
             for activations in _here([self._leaving.popleft()]):
                 if activations not in self._wanted:

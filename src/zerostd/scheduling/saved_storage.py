@@ -102,7 +102,7 @@ class GroupActivations:
             storage.is_sent = True
 
     def wait_arrival(self) -> None:
-        """Wait until what is coming back is here."""
+        """Wait until the storage has come back."""
         for arrival in dict.fromkeys(storage.arrival for storage in self.storages):
             arrival.wait()
 

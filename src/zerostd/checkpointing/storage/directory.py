@@ -153,7 +153,7 @@ def local_file(folder: AnyPath, name: str, retries: Retries) -> Iterator[Path]:
 
 
 def _remove_objects(folder: RemotePath) -> None:
-    """Remove a checkpoint or what was to be one; the manifest goes first, so that it is whole or none."""
+    """Remove a checkpoint, complete or not; the manifest goes first, so that it is whole or none."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
         if path.name in (MANIFEST, MARKER) or LEFTOVER.fullmatch(path.name):
             path.unlink()

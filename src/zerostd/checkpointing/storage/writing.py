@@ -241,7 +241,7 @@ class Saving(PendingSave):
 
 
 def _output_tensors(records: Sequence[SavedInterval], device: torch.device) -> OutputTensors:
-    """Return a numbered tensor for each record with elements, to be written by several threads as it is now.
+    """Return a numbered tensor for each record with elements, whose present values several threads write.
 
     Records on the device are read in a stream of their own, which waits for the work queued until now.
     """
