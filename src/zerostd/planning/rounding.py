@@ -195,7 +195,7 @@ def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]
         where = f"{whole} is missing, because groups move as a whole (the largest has {int(largest)} bytes)"
     return (
         f"no placement fits {count_text(request.model.numel)} parameters at stage {request.stage.value} on "
-        f"{request.world_size} rank{'s' * (request.world_size > 1)}, each with {limits}: {where}. What would fit: "
+        f"{request.world_size:,} rank{'s' * (request.world_size > 1)}, each with {limits}: {where}. What would fit: "
         + "; or ".join(_changes(request, larger))
     )
 
