@@ -47,7 +47,8 @@ def find_machine(name: str | None, disk_path: str | None) -> tuple[MachineProfil
     if match is not None and match[3] in GPUS:
         return _machine(name, int(match[1] or 1), int(match[2] or 1), match[3])
     path = Path(name)
-    if not path.exists() and (match is not None or (path.name == name and not path.suffix and name not in packaged)):
+    is_name = match is not None or (path.name == name and not path.suffix)
+    if not path.exists() and name not in packaged and is_name:
         gpu = name.rsplit("x", 1)[-1]
         close = next(
             (f"did you mean {name.removesuffix(gpu)}{kind}?" for kind in GPUS if gpu and kind.startswith(gpu)), None

@@ -244,7 +244,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With prepare(max_grad_norm=...) it may be called with that norm, by loops that log what it returns: updates that
         have begun inside backward go on, and step() does not clip again. With an infinite norm nothing is clipped. The
-        norm is a tensor on the device, which nobody waits for until it is read.
+        norm is a tensor on the device, and the host waits for it only when it is read.
         """
         self._gradients.wires.world.enter("optimizer.clip_grad_norm_()")
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value

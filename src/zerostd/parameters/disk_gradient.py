@@ -45,7 +45,7 @@ class Windows:
         allocator.before_close(self._worker.stop)
 
     def expect(self, gradient: DiskGradient, num_bytes: int) -> None:
-        """Have room for a gradient when `fit` is called, or when it comes."""
+        """Count a gradient for which memory is allocated by `fit`, or when it comes."""
         self._sizes[gradient] = num_bytes
 
     def fit(self) -> None:

@@ -253,7 +253,7 @@ class Group:
         self.in_backward = True
 
     def end_backward(self) -> None:
-        """Note that its backward needs it no more."""
+        """Note that backward has finished with the group."""
         self.in_backward = False
 
     def await_inputs(self, forward: object) -> None:

@@ -284,8 +284,8 @@ def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
 
 
 def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1, num_replicas: int = 1) -> int:
-    """Return what each rank sends in a step: at stage 3 every pass gathers parameters twice, at 1 and 2 new ones are
-    gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a gather. `world_size` ranks
+    """Return the bytes that each rank sends in a step. Stage 3 gathers parameters twice in each pass; stages 1 and 2
+    gather new ones once in a step; stage 0 reduces gradients to all ranks, a reduce and a gather. `world_size` ranks
     share a replica of the model state; slices of gradients are averaged over replicas."""
     gradients = model.trained * model.gradient_bytes * passes
     if stage is Stage.DATA_PARALLEL:

@@ -195,7 +195,7 @@ def _parts(need: Demand, tier: Tier) -> str:
 
 
 def _first_values(named: Mapping[str, nn.Parameter], wires: Wires, seed: int) -> ValueOf:
-    """Return what gives parameters their first values: those of rank 0, or made from a seed that all ranks share."""
+    """Return the source of first values: rank 0, or a seed that all ranks share."""
     device = wires.world.device
     seeds = draw_seeds(((name, p) for name, p in named.items() if p.device.type == "meta"), seed=seed)
 

@@ -39,7 +39,7 @@ class GroupUpdates(Protocol):
 
 
 class BackwardPass:
-    """How far the pass that runs now has come, group by group."""
+    """Tracks the progress of the running pass, group by group."""
 
     def __init__(self, order: Sequence[Group]) -> None:
         self.gradients = {group: GroupGradients(group) for group in order}  # in the order in which they are sent

@@ -203,7 +203,7 @@ class Gatherer:
             raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
 
     def begin(self, phase: LoopPhase) -> None:
-        """Begin a pass: the next group needed is its first, and the one that was first last time may start."""
+        """Begin a pass. The group that was first in the last such pass may start."""
         self._last[phase] = None
         self._is_streaming = False
         if phase is LoopPhase.FORWARD:
