@@ -96,7 +96,7 @@ def test_of_each_division_the_best_stage_is_told() -> None:
 
 def test_nothing_that_fits_is_the_last_refusal() -> None:
     requests = [request_of(plain([10**9], 0.1), {Tier.DEVICE: size}) for size in (10**9, 10**8)]
-    with pytest.raises(PrepareError, match=r"into 95\.37 MiB of the device"):
+    with pytest.raises(PrepareError, match=r"with 95\.37 MiB of the device"):
         search(requests, lambda solution: model_state(solution), may_speculate=False)
 
 
