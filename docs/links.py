@@ -39,9 +39,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """mkdocs: links as they lie in the repository become links of the site."""
+    """mkdocs: links as they lie in the repository become links of the site. Search finds documentation only."""
     own = page.file.src_uri
+    if own.startswith("source/"):
+        page.meta["search"] = {"exclude": True}
     return rewritten(markdown, repository_path(own), own)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """mkdocs: the dialog of the search gets the name that the theme does not give it."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
 
 
 def rewritten(text: str, page: str, own: str) -> str:

@@ -39,7 +39,8 @@ def train(num_steps: int, run_dir: Path, disk_path: str) -> None:
     torch.manual_seed(0)
     model = Net(WIDTH, DEPTH)
     needs = 16 * sum(parameter.numel() for parameter in model.parameters())
-    print(f"The model needs {needs / MIB:.1f} MiB for parameters, gradients and states; it may have {BUDGET}.\n")
+    limits = ", ".join(f"{size} of the {tier}" for tier, size in BUDGET.items())
+    print(f"The model needs {needs / MIB:.1f} MiB for parameters, gradients and states; it may use {limits}.\n")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     budget = zerostd.Budget(**BUDGET, disk_path=disk_path)
     options = {"precision": "fp32", "accumulate": 1, "max_grad_norm": 1.0}

@@ -46,7 +46,7 @@ def python_thread() -> threading.Thread | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that no other living storage has, whether or not its memory is there."""
+    """Return a number that identifies a living storage, with or without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -94,7 +94,7 @@ def named_group(ranks: Sequence[int], backend: str, limit: timedelta, name: str)
 
 
 def local_of(dtensor: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor, when it is there."""
+    """Return the local tensor of a DTensor, once it has arrived."""
     local: Any = dtensor._local_tensor
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
@@ -244,7 +244,7 @@ def replaced_trunc_normal(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return whether somebody packs what autograd saves now; checkpointing does."""
+    """Return whether a hook packs what autograd saves now, as checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -255,7 +255,7 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 
 def in_checkpoint() -> bool:
-    """Whether a forward runs inside torch.utils.checkpoint, which recomputes it."""
+    """Return whether a forward runs inside torch.utils.checkpoint, which recomputes it."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
@@ -272,18 +272,18 @@ def no_torch_function() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_below_autograd() -> bool:
-    """Whether a dispatch mode of torch handles a call now, which looks at tensors below autograd."""
+    """Return whether a dispatch mode of torch handles a call now, which looks at tensors below autograd."""
     return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView))
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func, such as grad or vmap, runs now."""
+    """Return whether a transform of torch.func, such as grad or vmap, runs now."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """A context in which no transform of torch.func sees what is done, and new tensors are no inference tensors."""
+    """Return a context that torch.func's transforms do not see, in which new tensors are no inference tensors."""
     with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
         yield
 
@@ -296,7 +296,7 @@ def move_hook_to_end(parameter: torch.Tensor, handle: Any) -> None:
 
 
 def _metadata() -> frozenset[Any]:
-    """Functions of torch that ask a tensor for anything but its values, or change such."""
+    """Return functions of torch that read or change anything of a tensor but its values."""
     attributes = """
         shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes names output_nr retains_grad
         is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla is_mps is_xpu

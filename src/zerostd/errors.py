@@ -9,6 +9,11 @@ ZerostdError
 └── StorageError (RuntimeError)      a transfer between tiers, or the work behind it, failed
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ZerostdError(Exception):
     """The base class of all zerostd errors."""
@@ -36,3 +41,17 @@ class CommunicationError(ZerostdError, RuntimeError):
 
 class StorageError(ZerostdError, RuntimeError):
     """Raised if state cannot be read, written or kept. The message names the file, the offset and the system error."""
+
+
+# Words of other libraries, and ours.
+OTHER_NAMES = {"cpu": "host", "ram": "host", "nvme": "disk", "ssd": "disk", "gpu": "device", "cuda": "device"}
+OTHER_NAMES |= {"checkpoint": "recompute", "checkpointing": "recompute"}
+OTHER_NAMES |= {"bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-mixed": "bf16", "float16": "fp16", "half": "fp16"}
+OTHER_NAMES |= {"torch.float16": "fp16", "16-mixed": "fp16", "float32": "fp32", "torch.float32": "fp32", "32": "fp32"}
+
+
+def hint_for(word: object, known: Iterable[str]) -> str:
+    """Return a question that names what the user may have meant, with a blank behind it; "" if nothing is close."""
+    name = str(word).lower()
+    close = get_close_matches(OTHER_NAMES.get(name, name), list(map(str, known)), 1)
+    return f"did you mean {close[0]!r}? " if close else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerostd.errors import PrepareError
+from zerostd.errors import OTHER_NAMES, PrepareError, hint_for
 
 MOST_RANKS = 10**7  # also passes of a step, and samples
 LOSSLESS = "lossless"  # the codec that changes no result
@@ -63,9 +63,9 @@ class Tier(enum.StrEnum):
     def parse(cls, value: str) -> Tier:
         """Return a tier from its name."""
         if value not in tuple(cls):
-            hint = _OTHER_NAMES.get(str(value).lower())
-            meant = f"did you mean {hint!r}? " if hint in tuple(cls) else ""
-            raise PrepareError(f"tier={value!r}: {meant}use one of {[tier.value for tier in cls]}")
+            raise PrepareError(
+                f"tier={value!r}: {hint_for(value, tuple(cls))}use one of {[tier.value for tier in cls]}"
+            )
         return cls(value)
 
 
@@ -113,11 +113,6 @@ class Way(enum.StrEnum):
 
 
 # Names that other libraries use, and ours.
-_OTHER_NAMES = {"cpu": "host", "ram": "host", "nvme": "disk", "ssd": "disk", "gpu": "device", "cuda": "device"}
-_OTHER_NAMES |= {"checkpoint": "recompute", "checkpointing": "recompute"}
-_OTHER_NAMES |= {"bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-mixed": "bf16", "float16": "fp16", "half": "fp16"}
-_OTHER_NAMES |= {"torch.float16": "fp16", "16-mixed": "fp16", "float32": "fp32", "torch.float32": "fp32", "32": "fp32"}
-
 SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
@@ -171,10 +166,9 @@ class Precision:
             "fp16": cls("fp16", torch.float16, torch.float16, scales_loss=True),
         }
         if not isinstance(value, str | None) or value not in known:
-            hint = _OTHER_NAMES.get(str(value).lower())
             raise PrepareError(
-                f"precision={value!r} is unknown; {f'did you mean {hint!r}? ' if hint else ''}"
-                "Use 'fp32', 'bf16' or 'fp16', or None to keep each parameter's dtype"
+                f"precision={value!r} is unknown; {hint_for(value, ('fp32', 'bf16', 'fp16'))}use "
+                "'fp32', 'bf16' or 'fp16', or None to keep each parameter's dtype"
             )
         return known[value]
 
@@ -182,7 +176,8 @@ class Precision:
 def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise PrepareError(f"{option}={dict(given)!r}: unknown field {unknown[0]!r}; the fields are {known}")
+        hint = hint_for(unknown[0], known)
+        raise PrepareError(f"{option}={dict(given)!r}: unknown field {unknown[0]!r}; {hint}use one of {known}")
 
 
 Share = str | Mapping[str, float]
@@ -245,7 +240,7 @@ class Placement:
         if isinstance(value, Mapping):
             _check_fields("placement", value, [entry.name for entry in fields(cls)])
             return cls(**value)
-        tier = _OTHER_NAMES.get(str(value).lower(), str(value))
+        tier = OTHER_NAMES.get(str(value).lower(), str(value))
         example = tier if tier in tuple(Tier) else "host"
         raise PrepareError(
             f"placement={value!r} does not say which kind of state to keep there: write "
@@ -273,18 +268,19 @@ class Placement:
         shares = dict(share) if isinstance(share, Mapping) else {share: 1.0}
         unknown = [name for name in shares if name not in known]
         if unknown:
-            hint = _OTHER_NAMES.get(str(unknown[0]).lower())
             raise PrepareError(
                 f"Placement({kind}={share!r}): {unknown[0]!r} is not {what}; "
-                f"{f'did you mean {hint!r}? ' if hint in known else ''}use one of {known}"
+                f"{hint_for(unknown[0], known)}use one of {known}"
             )
         if not all(isinstance(part, int | float) for part in shares.values()):
             raise PrepareError(f"Placement({kind}={share!r}): shares must be numbers")
         if any(part < 0 for part in shares.values()) or not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
-            raise PrepareError(f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1")
+            raise PrepareError(
+                f"Placement({kind}={share!r}): shares must be >= 0 and sum to 1; these sum to {sum(shares.values()):g}"
+            )
 
     def shares(self, kind: Kind) -> dict[Tier, float]:
-        """Return the shares by tier of a kind, zero shares left out."""
+        """Return the shares of a kind by tier, without zero shares."""
         share = getattr(self, kind.value)
         parts = {share: 1.0} if isinstance(share, str) else share
         return {Tier(name): float(part) for name, part in parts.items() if part > 0}
@@ -315,7 +311,7 @@ class Placement:
 
 
 def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
-    """Whole groups, from the last one on: kept nearest what is needed first."""
+    """Return whole groups by way, from the last one on: what is needed first is kept nearest."""
     ways: dict[str, Way] = {}
     backwards = list(reversed(groups))
     share = 0.0

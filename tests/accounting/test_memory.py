@@ -73,7 +73,7 @@ def model_state(rank: int, size: int) -> list[str]:
                 f"stage {stage}, rank {rank} of {size}: {memory.total()} bytes, expected {wanted}\n{memory}"
             )
         if "bfloat16" not in memory.gradients:
-            failures.append(f"stage {stage}: gradients rest as {memory.gradients}")
+            failures.append(f"stage {stage}: gradients are kept in {memory.gradients}")
         zerostd.release(model)
     return failures
 

@@ -407,7 +407,9 @@ def test_inside_checkpointing_it_is_refused() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(PrepareError, match=r"'hots' is not a way for activations; use one of .*recompute\+host"):
+    with pytest.raises(
+        PrepareError, match=r"'hots' is not a way for activations; did you mean 'host'.*recompute\+host"
+    ):
         Placement(activations="hots")
     with pytest.raises(PrepareError, match="sum to 1"):
         Placement(activations={"host": 0.5, "device": 0.4})

@@ -153,7 +153,7 @@ def test_a_faster_candidate_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     plant(model, monkeypatch, predicted(HOST, 0.6))
     train(model, optimizer, 3 * EVERY)
     (revision,) = adapter_of(model).revisions
-    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    assert revision.reason == "the first steps were measured" and held(model, "disk") == 0
     assert "Revised after step" in model.__dict__["_zerostd"].settings.plan.explain()
     same_numbers(model, str(tmp_path), 3 * EVERY, depth=FEW)
 
@@ -233,7 +233,7 @@ def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pyt
     adapter._ranking._work.wait()
     train(model, optimizer, 3 * EVERY)
     (revision,) = adapter.revisions
-    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    assert revision.reason == "the first steps were measured" and held(model, "disk") == 0
     same_numbers(model, str(tmp_path), EVERY + 2, 3 * EVERY, depth=FEW)
 
 
@@ -328,7 +328,7 @@ def test_a_plan_that_was_wrong_is_mended_and_activations_it_counted_on_stay_free
     model, optimizer = prepared(plan, str(tmp_path), FEW)
     train(model, optimizer, 4 * EVERY)
     (revision,) = adapter_of(model).revisions
-    assert revision.reason == "after the first steps" and held(model, "disk") == 0
+    assert revision.reason == "the first steps were measured" and held(model, "disk") == 0
     assert revision.plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 1 * MIB
     assert revision.plan.predicted.total(Tier.DEVICE) <= limits[Tier.DEVICE]
     assert "Revised after step" in model.__dict__["_zerostd"].settings.plan.explain()

@@ -203,7 +203,10 @@ def test_machines_are_known_by_name(plan: Plan_) -> None:
     assert found.world_size == 8 and 40e9 < found.limits[Tier.DEVICE] < 80e9
     assert made(plan("--params", "13B", "--machine", "4x8xa100-80", "--json")).world_size == 32
     assert made(plan("--params", "1B", "--machine", "8xh100-80", "--world", 2, "--json")).world_size == 2
-    assert "8xh100-80 for a node of eight" in refused(plan("--params", "13B", "--machine", "8xh100"))
+    assert made(plan("--params", "1B", "--machine", "h100-80", "--json")).world_size == 1
+    assert made(plan("--params", "13B", "--machine", "4x8a100-80", "--json")).world_size == 32
+    assert "did you mean 8xh100-80?" in refused(plan("--params", "13B", "--machine", "8xh100"))
+    assert "8xh100-80 for a node of eight" in refused(plan("--params", "13B", "--machine", "dgx"))
     assert "--disk-path is for this machine only" in refused(
         plan("--params", "1B", "--machine", "1xt4-16", "--disk-path", ".")
     )

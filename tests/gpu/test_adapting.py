@@ -212,7 +212,7 @@ def test_what_a_plan_leaves_for_activations_is_used_once_they_are_known() -> Non
     assert held(model, "host") > 160 * MIB, "a good part of the device is kept for activations"
     train_until_revised(model, optimizer)
     (revision,) = adapter_of(model).revisions
-    assert revision.reason == "after the first steps"
+    assert revision.reason == "the first steps were measured"
     assert held(model, "host") == 0
     assert revision.plan.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] > 0
 

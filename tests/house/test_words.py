@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -39,6 +40,11 @@ GIVEN_UP: dict[str, str] = {
     "settling": "wait, commit, finish or flush",
 }
 PHRASES: dict[str, str] = {"on trial": "speculative", "on_trial": "speculative"}  # given up too
+# What a docstring of a function does not begin with.
+NO_VERBS = re.compile(
+    "(A|After|All|An|As|At|Backward|Bytes|For|From|Functions|Groups|How|If|In|It|Its|New|Nothing|Of|On|Seconds|Stage|"
+    "That|The|There|This|Those|What|When|Where|Whether|Which|Whoever|Whole|With|[^A-Z].*)"
+)
 VAGUE = {"found", "one", "told"}  # as names of variables: say the noun
 
 # Exact texts that may stand: names of torch's, of Python's and of others' own. One that is not there any more fails.
@@ -104,6 +110,20 @@ def test_variables_are_named_by_nouns() -> None:
                 yield f"{source.at(token.start[0])}: {token.string}"
 
     hold_everywhere(vague, MOST_VAGUE_NAMES)
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """Properties are named by what they are; all other functions say what they do."""
+
+    def without_verb(source: Source) -> Iterator[str]:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.FunctionDef) or any("property" in ast.unparse(d) for d in node.decorator_list):
+                continue
+            first = (ast.get_docstring(node) or "Do").split()[0]
+            if NO_VERBS.fullmatch(first):
+                yield f"{source.at(node.lineno)}: {node.name}: {first}"
+
+    hold(finding for source in SOURCES for finding in without_verb(source))
 
 
 def test_allowed_words_are_needed() -> None:

@@ -76,7 +76,7 @@ def test_shares_that_whole_parameters_miss_are_refused_with_the_nearest():
         with pytest.raises(PrepareError) as caught:
             zerostd.prepare(model, optimizer, placement=Placement(**{kind: HALVES}))
         message = str(caught.value)
-        assert "'0.weight' alone is 90%" in message and "{'device': 0.9, 'host': 0.1}" in message, message
+        assert "'0.weight' alone is 90 %" in message and "{'device': 0.9, 'host': 0.1}" in message, message
     model, _ = zerostd.prepare(model, optimizer, placement=Placement(parameters={"device": 0.9, "host": 0.1}))
     assert parts(model, "parameters")["host"] == pytest.approx(0.1, abs=0.1)  # a page more
 

@@ -326,7 +326,7 @@ def test_a_plan_that_speculates_says_what_clipped_steps_take() -> None:
         float(text) for note in plan.notes for text in re.findall(r"Without speculation every step takes (\S+) s", note)
     )
     assert said == pytest.approx(without_s, rel=0.01)
-    assert late.predicted.clipped_s is None and "speculating" not in late.explain()
+    assert late.predicted.clipped_s is None and "speculative" not in late.explain()
 
 
 @pytest.mark.parametrize("sizes", [(8, 9, 10, 64), pytest.param((6, 8, 9, 10, 12, 64), marks=pytest.mark.full)])

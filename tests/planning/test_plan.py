@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from planning.machines import GIB, gpt, make_plan, request_of
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import short_size, size_text
+from zerostd.monitoring.texts import seconds_text, short_size, size_text
 from zerostd.planning import Plan, Prediction
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier
 
@@ -234,7 +234,9 @@ def test_a_plan_in_words() -> None:
     assert host.startswith("host") and "100 GiB" in host
     assert "\ndisk" not in text
     assert f"A step takes {plan.predicted.step_s:.3g} s. The bottleneck is " in text
-    assert f"One more GiB of the device would save {plan.predicted.prices[Tier.DEVICE] * GIB * 1e3:.2g} ms" in text
+    assert (
+        f"One more GiB of the device would save {seconds_text(plan.predicted.prices[Tier.DEVICE] * GIB)} a step" in text
+    )
     assert "One more GiB of the host would not shorten the step." in text
     assert "\nA note to the reader." in text
 
@@ -242,14 +244,14 @@ def test_a_plan_in_words() -> None:
 @pytest.mark.parametrize(
     ("busy", "words"),
     [
-        ({"up": 0.9, "cpu": 0.5}, "the link to the device, busy 90% of it; next is the CPU with 50%"),
+        ({"up": 0.9, "cpu": 0.5}, "the link to the device, busy 90 % of it; next is the CPU with 50 %"),
         (
             {"disk": 1.0, "read": 0.7},
-            "the disk, reading and writing together, busy 100% of it; next is reading from disk",
+            "the disk, reading and writing together, busy 100 % of it; next is reading from disk",
         ),
-        ({"up": 0.1}, "compute on the device, busy 30% of it; next is the link to the device with 10%"),
-        ({"memory": 0.5}, "host memory, busy 50%"),
-        ({}, "compute on the device, busy 30% of it."),
+        ({"up": 0.1}, "compute on the device, busy 30 % of it; next is the link to the device with 10 %"),
+        ({"memory": 0.5}, "host memory, busy 50 %"),
+        ({}, "compute on the device, busy 30 % of it."),
     ],
 )
 def test_the_bottleneck_in_words(busy: dict[str, float], words: str) -> None:

@@ -18,6 +18,7 @@ from scipy.optimize import linprog
 from planning.by_hand import fits, step_seconds
 from planning.machines import EVERYTHING, GIB, LAPTOP, gpt, make_plan, plain, request_of, tight
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import seconds_text
 from zerostd.planning import GroupProfile, ModelProfile, Plan, PlanRequest, pricing, simulation
 from zerostd.planning import solution as solutions
 from zerostd.planning.demands import WHOLE, GroupShares
@@ -130,7 +131,7 @@ def test_a_price_is_what_more_memory_saves(size: int, options: dict[str, Any]) -
     price = plan.predicted.prices[Tier.DEVICE]
     saved = ((plan.predicted.step_s or 0.0) - (planned(3).predicted.step_s or 0.0)) / 3
     assert price * GIB == pytest.approx(saved, rel=0.2) and saved > 0.002
-    assert f"One more GiB of the device would save {price * GIB * 1e3:.2g} ms a step." in plan.explain()
+    assert f"One more GiB of the device would save {seconds_text(price * GIB)} a step." in plan.explain()
     assert "One more GiB of the host would not shorten the step." in plan.explain()
 
 
@@ -366,7 +367,7 @@ def test_an_error_names_bytes_tiers_and_remedies() -> None:
     with pytest.raises(PrepareError) as caught:
         solve(request)
     text = str(caught.value)
-    assert "1 B parameters at stage 3 on 1 rank(s)" in text
+    assert "1 B parameters at stage 3 on 1 rank," in text
     assert "of the device" in text and "of the host" in text
     sizes = [int(size) for size, _ in GIVES.findall(text)]
     assert 2 * n * 0.99 <= sum(sizes) <= 4.2 * n

@@ -96,7 +96,7 @@ def test_of_each_division_the_best_stage_is_told() -> None:
 
 def test_nothing_that_fits_is_the_last_refusal() -> None:
     requests = [request_of(plain([10**9], 0.1), {Tier.DEVICE: size}) for size in (10**9, 10**8)]
-    with pytest.raises(PrepareError, match=r"into 95\.37 MiB of the device"):
+    with pytest.raises(PrepareError, match=r"with 95\.37 MiB of the device"):
         search(requests, lambda solution: model_state(solution), may_speculate=False)
 
 
@@ -175,4 +175,4 @@ def test_a_plan_that_speculates_says_what_steps_take_without(samples: int) -> No
     assert f"A clipped step takes {plan.predicted.clipped_s:.3g} s." in plan.explain()
     advice = f"Without speculation every step takes {late.predicted.step_s:.3g} s."
     is_longer = (plan.predicted.clipped_s or 0.0) > 1.02 * (late.predicted.step_s or 0.0)
-    assert (advice in plan.explain()) == is_longer and "speculating" not in late.explain()
+    assert (advice in plan.explain()) == is_longer and "speculative" not in late.explain()

@@ -168,5 +168,5 @@ def test_work_keeps_the_type_and_the_cause_of_our_own_errors():
 def test_failure_that_nobody_waited_for_is_said():
     work = Work()
     work.finish(StorageError("planted"))
-    with pytest.warns(RuntimeWarning, match="nobody waited for it: planted"):
+    with pytest.warns(RuntimeWarning, match="its result was not waited for: planted"):
         del work

@@ -28,7 +28,7 @@ from zerostd.errors import PrepareError
 from zerostd.kernels import native
 from zerostd.measuring.identity import choose_device, free_bytes, versions
 from zerostd.measuring.rates import TrialSizes, disk_rates
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import rate_text, seconds_text, size_text
 from zerostd.tiers.limits import available_memory, cgroup_memory, check_disk, free_disk, free_host, memlock_limit
 
 GIB = 2**30
@@ -179,7 +179,7 @@ def _disk(path: str) -> Findings:
     is_direct = not any("O_DIRECT" in str(warning.message) for warning in caught)
     remedy = "name a directory on a local drive: transfers here go through the page cache and take host memory"
     yield _judged("disk, O_DIRECT", "yes" if is_direct else "not on this file system", remedy, is_good=is_direct)
-    text = f"{rates.read / 1e9:.2g} GB/s read, {rates.write / 1e9:.2g} GB/s written"
+    text = f"{rate_text(rates.read / 1e9)} GB/s read, {rate_text(rates.write / 1e9)} GB/s written"
     is_fast = min(rates.read, rates.write) >= SLOW_DISK
     yield _judged("disk, speed", text, "name a faster drive for states that are kept on disk", is_good=is_fast)
 
@@ -195,7 +195,9 @@ def _group() -> Findings:
         remedy = "name the network interface that ranks share: GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0"
         yield Finding("process group", "failure", _line(error), remedy)
         return
-    yield Finding("process group", "ok", f"{met} rank(s) met over {backend}, {seconds * 1e3:.2g} ms a collective")
+    yield Finding(
+        "process group", "ok", f"{met} rank{'s' * (met > 1)} met over {backend}, {seconds_text(seconds)} a collective"
+    )
 
 
 def _extras() -> Findings:

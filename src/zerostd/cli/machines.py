@@ -1,6 +1,7 @@
 """Machines that `zerostd plan --machine` knows by name: published rates of GPUs, beside a host that is assumed.
 
-`8xh100-80` is one node of eight H100 with 80 GB; `4x8xh100-80` are four such nodes. A path names a profile in JSON.
+`h100-80` is one GPU, `8xh100-80` a node of eight H100 with 80 GB, `4x8xh100-80` four such nodes. A path names a
+profile in JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from zerostd.measuring import load_profile
 from zerostd.planning import Link, MachineProfile, Processor, Wire
 
 PROFILES = Path(__file__).parent / "clusters"  # that come with zerostd, by name
-NAME = re.compile(r"(?:([1-9]\d{0,4})x)?([1-9]\d?)x([a-z0-9]+-\d+)")
+NAME = re.compile(r"(?:([1-9]\d{0,4})x)?(?:([1-9]\d?)x?)?([a-z]+\d[a-z0-9]*-\d+)")
 # GB of memory, TFLOP/s of dense 16-bit products, GB/s of memory, of the link to the host each way, and to other GPUs
 GPUS = {
     "t4-16": (16, 65, 320, 12, 12),
@@ -44,11 +45,17 @@ def find_machine(name: str | None, disk_path: str | None) -> tuple[MachineProfil
     packaged = {path.stem: path for path in PROFILES.glob("*.json")}
     match = NAME.fullmatch(name)
     if match is not None and match[3] in GPUS:
-        return _machine(name, int(match[1] or 1), int(match[2]), match[3])
+        return _machine(name, int(match[1] or 1), int(match[2] or 1), match[3])
     path = Path(name)
-    if not path.exists() and (match is not None or (path.name == name and not path.suffix and name not in packaged)):
+    is_name = match is not None or (path.name == name and not path.suffix)
+    if not path.exists() and name not in packaged and is_name:
+        gpu = name.rsplit("x", 1)[-1]
+        close = next(
+            (f"did you mean {name.removesuffix(gpu)}{kind}?" for kind in GPUS if gpu and kind.startswith(gpu)), None
+        )
         raise PrepareError(
-            f"--machine {name}: no such file or machine; write 8xh100-80 for a node of eight GPUs. The GPUs are "
+            f"--machine {name}: no such file or machine; "
+            f"{close or 'write 8xh100-80 for a node of eight GPUs.'} The GPUs are "
             f"{', '.join(GPUS)}; other machines are {', '.join(sorted(packaged))}"
         )
     return load_profile(path if path.exists() else packaged.get(name, path)), None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -88,6 +89,9 @@ def _in_one_line(command: Callable[..., None]) -> Callable[..., None]:
 
             typer.echo(f"zerostd: {in_options(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(2) from None
+        except BrokenPipeError:  # the reader, such as head, has seen enough
+            sys.stdout = None  # nothing is flushed into it at exit
+            raise typer.Exit(0) from None
         except (OSError, MemoryError, UnicodeEncodeError) as error:  # of the system; or a name that cannot be printed
             reason = str(error) or "not enough memory"
             typer.echo(f"zerostd: {type(error).__name__}: {' '.join(reason.split())}", err=True)

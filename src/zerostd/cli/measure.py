@@ -14,7 +14,7 @@ from rich.table import Table
 from zerostd.cli.printing import is_first_rank, show, write
 from zerostd.measuring import load_or_measure
 from zerostd.monitoring.progress import ProgressBar
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import rate_text, size_text
 from zerostd.planning import MachineProfile
 from zerostd.tiers.limits import check_disk
 
@@ -79,16 +79,16 @@ def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     else:
         yield "link", f"{_rate(link.up)} up, {_rate(link.down)} down, {_rate(link.both)} both ways together"
     for threads, ns in sorted(profile.processor.update_ns.items()):
-        yield "CPU update", f"{ns:.3g} ns per parameter with {threads} thread{'s' if threads > 1 else ''}"
+        yield "CPU update", f"{rate_text(ns)} ns per parameter with {threads} thread{'s' if threads > 1 else ''}"
     yield "host memory", f"{_rate(profile.processor.memory)} with everything busy"
-    yield "device update", f"{profile.resident_ns:.3g} ns per parameter"
+    yield "device update", f"{rate_text(profile.resident_ns)} ns per parameter"
     for dtype, rate in profile.matrix.items():
         unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
-        yield "matrix products", f"{rate / size:.3g} {unit} in {dtype}"
+        yield "matrix products", f"{rate_text(rate / size)} {unit} in {dtype}"
     if disk is None:
         yield "disk", "not measured"
     else:
-        rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at once"
+        rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at the same time"
         yield "disk", f"{rates} ({disk.path})"
     for wire in profile.wires:
         yield "wires", f"{_rate(wire.bandwidth)} per rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"
@@ -101,4 +101,4 @@ def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _rate(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
+    return f"{rate_text(rate / 1e9)} GB/s"

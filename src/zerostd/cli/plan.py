@@ -122,7 +122,7 @@ def _show(
     *,
     as_json: bool,
 ) -> None:
-    """Make a plan, write what is asked for, and print it."""
+    """Make a plan, write the files that were asked for, and print it."""
     title, plan = plan_with(options)
     if output is not None:
         write(output, plan.to_json())

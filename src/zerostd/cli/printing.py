@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from zerostd.errors import StorageError
-from zerostd.monitoring.texts import seconds_text, short_size
+from zerostd.monitoring.texts import count_text, rate_text, seconds_text, short_size
 from zerostd.planning import ModelProfile
 from zerostd.planning.cluster import ScalingRow, state_bytes
-from zerostd.planning.described import UNITS
 from zerostd.policy import Stage, Tier
 
 WIDTH = 80  # where the output is no terminal
@@ -39,9 +38,7 @@ def show(title: str, table: Table) -> None:
 
 def title_of(name: str, numel: int, machine: str) -> str:
     """Return a model with its number of parameters, and where it is planned for."""
-    unit = max((unit for unit, size in UNITS.items() if numel >= size), key=UNITS.__getitem__, default="")
-    count = f"{numel / UNITS[unit]:.3g} {unit}".strip()
-    return f"{name}: {count} parameters on {machine}"
+    return f"{name}: {count_text(numel)} parameters on {machine}"
 
 
 OPTIONS = {  # what plans and errors call things in Python, and options of the command line
@@ -63,7 +60,7 @@ def in_options(text: str) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that prints."""
+    """Return whether this process is the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -101,8 +98,8 @@ def show_scaling(title: str, rows: Sequence[ScalingRow], sequence: int | None, *
             short_size(row.sent),
             f"{row.samples:,}" if row.passes == 1 else f"{row.samples:,} x {row.passes:,}",
             seconds_text(row.step_s),
-            f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}",
-            f"{row.tflops:.3g}",
+            rate_text(per_s),
+            rate_text(row.tflops),
             f"{row.efficiency:.1%}",
         )
     show(title, table)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.errors import PrepareError
+from zerostd.errors import PrepareError, hint_for
 from zerostd.planning import ModelProfile
 from zerostd.planning.profiles import WAYS
 from zerostd.policy import Budget, Precision, Tier
@@ -150,7 +150,9 @@ def parse_budget(text: str | None, disk_path: str | None) -> Budget:
             raise PrepareError(f"--budget {text!r}: {part!r} must have the form tier=size, such as device=24GiB")
         tier, size = (word.strip() for word in part.split("="))
         if tier not in tiers:
-            raise PrepareError(f"--budget {text!r}: {tier!r} is not a tier; use {', '.join(tiers)}")
+            raise PrepareError(
+                f"--budget {text!r}: {tier!r} is not a tier; {hint_for(tier, tiers)}use {', '.join(tiers)}"
+            )
         if tier in sizes:
             raise PrepareError(f"--budget {text!r}: {tier} is given twice")
         sizes[tier] = size

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from zerostd.errors import MisuseError
-from zerostd.monitoring.texts import rate_text, seconds_text, size_text
+from zerostd.monitoring.texts import rate_text, seconds_text, size_text, value_text
 from zerostd.reporting import read_run, report_of
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -49,9 +49,8 @@ def _numbers(run_dir: Path) -> dict[str, Any]:
     return report_of([read_run(run_dir)])["runs"][0]  # type: ignore[no-any-return]
 
 
-def _view(run: dict[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title=escape(run["verdict"]))
-    table.title_justify = "left"
+def _view(run: dict[str, Any]) -> Group:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     speed = run["speed"]
     state = "running, or killed" if run["is_partial"] else "ended"
     table.add_row("run", f"{escape(run['name'])}, {state}, {speed['steps']:,} steps")
@@ -61,15 +60,15 @@ def _view(run: dict[str, Any]) -> Table:
         if speed[f"{name}_per_s"] is not None:
             table.add_row(f"{name}/s", rate_text(speed[f"{name}_per_s"]))
     if run["losses"]["count"]:
-        table.add_row("loss", f"{run['losses']['last'] or float('nan'):.4g}  {_line(run['losses']['points'])}")
+        table.add_row("loss", f"{value_text(run['losses']['last'] or float('nan'))}  {_line(run['losses']['points'])}")
     for peak in run["memory"]["peaks"]:
         table.add_row(peak["tier"], f"{size_text(peak['total'])} at peak")
     for row in run["waiting"]:
         if row["share"]:
-            table.add_row("waiting", f"{row['share']:.1%} for {row['cause']}")
+            table.add_row("waiting", f"{100 * row['share']:.1f} % of a step, for {row['cause']}")
     for leak in run["leaks"][:3]:
         table.add_row("leak", escape(f"{size_text(leak['bytes'])} of {leak['what']}, {leak['where']}"))
-    return table
+    return Group(escape(run["verdict"]), table)
 
 
 def _line(points: Sequence[tuple[int, float | None]]) -> str:

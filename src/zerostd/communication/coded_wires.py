@@ -63,7 +63,7 @@ class CodedWires(Wires):
 
     @staticmethod
     def _exchanged_bytes(num_bytes: int) -> int:
-        """Return the bytes for what is sent and received: 16-bit numbers give most codes."""
+        """Return the bytes of the buffers for sending and receiving: 16-bit numbers give most codes."""
         return -(-NUM_COPIES * coded_bytes(num_bytes // 2, 8) // ALIGNMENT) * ALIGNMENT
 
     def gather_weights(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
@@ -76,7 +76,7 @@ class CodedWires(Wires):
     def reduce(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
     ) -> Transfer:
-        """As `Wires.reduce`, of what the codes say."""
+        """Reduce as `Wires.reduce` does, after decoding."""
         if not self._codes(full):
             return super().reduce(full, land, accumulate=accumulate)
         self._feed(full, lost)
@@ -88,13 +88,13 @@ class CodedWires(Wires):
         )
 
     def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
-        """As `Wires.reduce_everywhere`, of what the codes say; the mean is coded again."""
+        """Reduce as `Wires.reduce_everywhere` does, after decoding; the mean is coded again."""
         if self._codes(full):
             self._feed(full, lost)
         return super().reduce_everywhere(full)
 
     def _feed(self, full: torch.Tensor, lost: torch.Tensor | None) -> None:
-        """Replace `full` by what its codes say of it and of what was `lost` before, and keep what they lose now."""
+        """Add what earlier steps `lost` to `full`, replace it by its decoded values, and keep what is lost now."""
         if lost is None or self._reduce_bits is None:
             return
         full += lost
@@ -160,7 +160,7 @@ class CodedWires(Wires):
         return self._spread_coded(full, shard, MEAN_BITS, verb)
 
     def _encode(self, shard: torch.Tensor, bits: int, verb: str) -> torch.Tensor:
-        """Return the buffer for the coded slices of all ranks, a row each, with mine in it."""
+        """Return a buffer for the coded slices of all ranks, a row for each, that contains the slice of this rank."""
         size = self.world.num_shards
         num_bytes = coded_bytes(shard.numel(), bits)
         self.ledger.sent[verb] += num_bytes * (size - 1)

@@ -110,7 +110,7 @@ class Spec:
 
 
 def local_values(value: Any) -> Any:
-    """Return the local tensor of a DTensor, anything else as it is."""
+    """Return the local tensor of a DTensor, and other tensors unchanged."""
     return local_of(value) if is_dtensor(value) else value
 
 

@@ -84,7 +84,7 @@ class ServerLink:
                     work.wait(timedelta(days=365))
 
     def announce(self, message: Message, flat: int = 0) -> list[dist.Work]:
-        """Start telling every server what comes next."""
+        """Start announcing the next call to every server."""
         head = torch.tensor([int(message), flat])
         return [work for server in self.servers for work in self.send(head, server)]
 

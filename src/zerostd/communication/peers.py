@@ -173,7 +173,7 @@ class Peers:
         work.wait()
 
     def _has_strayed(self) -> bool:
-        """Whether this rank and another one have made different calls: [Note: ranks that stray]."""
+        """Return whether this rank and another one have made different calls: [Note: ranks that stray]."""
         for rank, (heard, place) in list(self._seen.items()):
             if not self.place.is_apart_from(place):
                 self._suspects.pop(rank, None)
@@ -220,9 +220,9 @@ class Peers:
         )
 
     def _blame(self, answers: dict[int, Place | str], here: Place, *, is_broken: bool) -> str:
-        """Return who is to blame: ranks that are gone, else those that do not wait, else those that wait elsewhere and
-        the first that raised, with its verdict. Those that raised later did so because of others. No rank that is there
-        has broken a connection, wherever it is."""
+        """Return who is to blame: ranks that are gone, otherwise ranks that do not wait, otherwise those that wait
+        elsewhere and the first that raised, with its verdict. Ranks that raised later did so because of others. A rank
+        that still responds has not broken a connection."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
         verdicts = {rank: place for rank, (_, place) in heard if place.verdict}
         missing: list[str] = []
@@ -249,7 +249,7 @@ class Peers:
         return "; ".join(culprits) or NETWORK
 
     def _last_seen(self, rank: int) -> str:
-        """Return where a rank that does not answer was, as far as somebody knows."""
+        """Return the last known place of a rank that does not answer."""
         if rank not in self._seen:
             return "It was not heard of since zerostd.prepare()"
         heard, place = self._seen[rank]
@@ -280,7 +280,7 @@ class Peers:
         return f"{GONE}: {place.end}" if place.end else place
 
     def _tell(self, rank: int) -> bool:
-        """Send this rank's place without waiting for an answer; returns whether somebody took it."""
+        """Send this rank's place without waiting for an answer; returns whether it was received."""
         try:
             with socket.create_connection(self._addresses[rank], HEARTBEAT_S) as connection:
                 connection.sendall(self._message())
@@ -289,7 +289,7 @@ class Peers:
         return True
 
     def close(self) -> None:
-        """Say goodbye to the next rank that is there, and close the socket."""
+        """Tell the next rank that this one leaves, and close the socket."""
         if not self.is_open:
             return
         error = getattr(sys, "last_value", None)  # an exception that ends the interpreter
@@ -332,8 +332,8 @@ class Peers:
             self._fail(self._held(oldest), cause, ())
 
     def _knows_of_loss(self) -> bool:
-        """Whether a rank has failed, left or strayed, as this one has heard, or the next one is gone. Whoever sees that
-        first tells all others."""
+        """Return whether a rank has failed, left or strayed, or the next one is gone. The first to see that tells all
+        others."""
         if self._has_strayed() or any(place.verdict or place.end for _, place in list(self._seen.values())):
             return True
         answer = self._ask((self.place.rank + 1) % len(self._addresses))
@@ -344,7 +344,7 @@ class Peers:
         return replace(self.place, what=oldest.what, is_waiting=True)
 
     def _is_held_for(self, seconds: float) -> bool:
-        """Whether collectives on the device have not ended after so many seconds."""
+        """Return whether collectives on the device are still running after this many seconds."""
         end = time.monotonic() + seconds
         while self.pending.oldest() is not None and time.monotonic() < end:
             time.sleep(WATCH_S / 10)

@@ -42,7 +42,7 @@ class Pending:
             self._queued.append(QueuedCollective(what, time.monotonic(), event))
 
     def oldest(self) -> QueuedCollective | None:
-        """Return the collective that was queued first of those that have not ended."""
+        """Return the oldest collective that has not ended."""
         with self._lock:
             self._queued = deque(collective for collective in self._queued if not _has_ended(collective.event))
             return self._queued[0] if self._queued else None

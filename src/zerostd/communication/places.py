@@ -36,12 +36,12 @@ class Place:
         return f"made its last call, {self.call}, {self.seconds:.1f} s ago, {self.counts}"
 
     def is_beside(self, other: Place) -> bool:
-        """Whether two ranks wait in the same collective, as far as can be seen."""
+        """Return whether two ranks wait in the same collective, as far as can be seen."""
         mine = (self.is_waiting, self.what, self.num_steps, self.num_backwards)
         return mine == (other.is_waiting, other.what, other.num_steps, other.num_backwards)
 
     def is_apart_from(self, other: Place) -> bool:
-        """Whether one rank has begun more backward passes than the other and fewer steps: no rank that makes the same
-        calls ever has. Parameter servers run no backward."""
+        """Return whether one rank has begun more backward passes than the other, but fewer steps. Ranks that make the
+        same calls never have. Parameter servers run no backward."""
         have_both = self.num_backwards > 0 and other.num_backwards > 0
         return have_both and (self.num_backwards - other.num_backwards) * (self.num_steps - other.num_steps) < 0

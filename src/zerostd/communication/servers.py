@@ -40,7 +40,7 @@ class WorkerWires(Wires):
                 self._numbers[storage_of(tensor)] = number
 
     def reserve(self, largest: int) -> None:
-        """Nothing is received here."""
+        """Do nothing: nothing is received here."""
 
     def reduce(
         self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None

@@ -154,7 +154,7 @@ class SharedWires(Wires):
         return SMALLEST_BYTES <= full.nbytes <= self._slot_bytes and bool(self._segments)
 
     def _say_written(self, group: dist.ProcessGroup) -> dist.Work:
-        """Send a byte to each rank: whoever has one from all knows that all have written."""
+        """Send a byte to each rank. A rank that has a byte from all others knows that all have written."""
         written = torch.zeros(self.world.num_shards, dtype=torch.uint8)
         with self.world.waiting():
             work: dist.Work = dist.all_to_all_single(torch.empty_like(written), written, group=group, async_op=True)

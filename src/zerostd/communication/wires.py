@@ -75,7 +75,7 @@ class Collective(Transfer):
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as twice as many real ones, in the same memory: not every backend sums others."""
+    """Return complex numbers as real ones, twice as many, in the same memory: not every backend sums others."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
@@ -135,7 +135,7 @@ class Wires:
 
     @staticmethod
     def _exchanged_bytes(num_bytes: int) -> int:
-        """Return the bytes for what comes in while a buffer of `num_bytes` is exchanged, by gloo."""
+        """Return the bytes that gloo receives while a buffer of `num_bytes` is exchanged."""
         return num_bytes
 
     def reserve(self, largest: int) -> None:
@@ -149,7 +149,7 @@ class Wires:
         self._reserve(self._reserve_received(largest) + (mine if self._across is not None else 0))
 
     def _reserve_received(self, largest: int) -> int:
-        """Return the bytes of the receive buffer for what comes in over gloo."""
+        """Return the bytes of the receive buffer for gloo."""
         return self._exchanged_bytes(largest)
 
     def _reserve(self, num_bytes: int) -> None:
@@ -334,7 +334,7 @@ class Wires:
             self._channels.peers.expect(record_event(self.world.device), group)
 
     def _on_stream(self, stream: torch.Stream, group: dist.ProcessGroup, run: Callable[[], object]) -> Transfer:
-        """Run collectives of nccl in a stream, behind what is in the current one. `group` is the one they are of."""
+        """Run collectives of nccl in a stream, after the work in the current stream. `group` is the one they are of."""
         stream.wait_stream(torch.accelerator.current_stream(self.world.device))
         with stream, self.world.waiting():
             run()

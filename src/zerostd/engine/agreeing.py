@@ -49,8 +49,8 @@ class StepAgreement(StepObserver):
         return self._agreed
 
     def check_step(self, num_gradients: int) -> None:
-        """Raise on all ranks if the step that begins now is not the one that ranks have agreed on and others take it
-        in another way. `num_gradients` parameters have a gradient."""
+        """Raise on all ranks if the step that begins now is not the one that ranks agreed on, and other ranks
+        take it differently. `num_gradients` parameters have a gradient."""
         backward = self._backward
         options = list(self._describe())
         step = [

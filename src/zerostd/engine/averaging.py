@@ -57,7 +57,7 @@ class AverageOptions:
                 raise PrepareError(f"averaged({name}={value!r}) must be a whole number of steps, {least} or more")
 
     def describe(self) -> list[str]:
-        """Return what must be the same on all ranks, a line each."""
+        """Return a line for each setting that must be the same on all ranks."""
         decay = "a function" if callable(self.decay) else self.decay
         return [f"decay {decay}", *(f"{name} {getattr(self, name)}" for name in ("start", "every", "tier"))]
 
@@ -228,8 +228,8 @@ class Average(StepObserver):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Set parameters to their averages inside the context. Afterwards they, their masters and buffers have the bits
-        they had. Collective.
+        """Set parameters to their averages inside the context. Afterwards parameters, masters and buffers are bit for
+        bit as before. Collective.
 
         The model can be evaluated and read there, and given to `zerostd.full_state_dict`. Training and changes of
         parameters are refused. Before the first averaged step, parameters are as they are.
@@ -276,7 +276,7 @@ class Average(StepObserver):
 
     @torch.no_grad()
     def _apply_buffers(self) -> None:
-        """Write averages, which are rank 0's from then on, to buffers."""
+        """Copy rank 0's averages to the buffers of all ranks."""
         if self.buffers and self.num_averaged:
             self._runtime.wires.broadcast(list(self.buffers.values()))
             buffers = dict(self.model.named_buffers())
@@ -355,7 +355,7 @@ def _tier_of_masters(flat: Flat) -> Tier:
 
 
 def _check_limits(runtime: Runtime, need: Counter[Tier]) -> None:
-    """Refuse an average that does not fit beside what is there already. A disk knows its own limit."""
+    """Refuse an average that does not fit beside the allocated memory. A disk knows its own limit."""
     budget = runtime.settings.budget
     taken: Counter[Tier] = Counter()
     for (tier, _), num_bytes in runtime.ledger.now.items():

@@ -61,8 +61,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Owner:
-    """What every module of a prepared model holds, and nobody else: with the last of them, channels, threads, files and
-    host memory go, and the garbage collector need not run."""
+    """Keeps a prepared model alive. Only its modules hold this object; with the last of them, channels, threads, files
+    and host memory go, and the garbage collector need not run."""
 
     runtime: weakref.ref[Runtime]
 
@@ -209,7 +209,7 @@ class Runtime:
         return leave
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Whoever looks after the plan comes first. Then DDP's rule for buffers: after a forward that may have changed
+        """Let the planner act first. Then apply DDP's rule for buffers: after a forward that may have changed
         them, all ranks take rank 0's."""
         if runs_in_ddp(model):
             raise MisuseError(
@@ -247,18 +247,18 @@ class Runtime:
         self.backward.reducer.wait()
 
     def update_order(self) -> list[Group]:
-        """Groups, those the next forward needs first in front."""
+        """Return groups in the order in which the next forward needs them."""
         return self.backward.update_order
 
     def renew(self, group: Group) -> None:
-        """The group's masters have changed."""
+        """Note that the group's masters have changed."""
         if self.backward.group_updates is not None:
             self.backward.group_updates.updated(group)
         self.access.forget()
         self.gatherer.renew(group)
 
     def stepped(self) -> None:
-        """A step was taken."""
+        """Note that a step was taken."""
         self.backward.passes.step()
         self.gatherer.timer.mark(LoopPhase.OUTSIDE)
         for observer in self.observers:
@@ -273,7 +273,7 @@ class Runtime:
             group.commit_edits()
 
     def check_step(self) -> None:
-        """A step begins; raise if it would lose gradients, or change what somebody holds."""
+        """Begin a step; raise if it would lose gradients, or change values that are held."""
         self.gatherer.check_unpinned(self.groups)
         self.gatherer.timer.mark(LoopPhase.STEP)
         self.world.enter(STEP)

@@ -74,5 +74,5 @@ def _join(parts: list[Any], parameter: nn.Parameter) -> Any:
 
 
 def _has_elements(value: Any, parameter: nn.Parameter) -> bool:
-    """Return whether a state has as many elements as its parameter, unlike a count of steps."""
+    """Return whether a state has an element for each of the parameter, unlike a count of steps."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()

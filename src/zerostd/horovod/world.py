@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 class Session:
-    """The announcements of all ranks, over the CPU. They are sent at once and received when somebody asks."""
+    """The announcements of all ranks, over the CPU. They are sent at once and received on request."""
 
     def __init__(self, owns_world: bool) -> None:
         is_distributed = dist.is_initialized()

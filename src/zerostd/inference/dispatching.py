@@ -104,7 +104,7 @@ def _build_frozen(model: nn.Module, settings: Settings, path: Path | None) -> An
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Refuse a buffer without values that no file has."""
+    """Refuse a buffer that has no values, here or in a file."""
     for name, module in model.named_modules():
         for short in module._buffers.keys() - persistent_buffers(module).keys():
             buffer = module._buffers[short]

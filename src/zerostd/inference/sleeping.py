@@ -91,7 +91,7 @@ def _check_idle(runtime: Runtime) -> None:
 
 
 def _kept(runtime: Runtime) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """Yield what must come back with its values; several tensors may share memory."""
+    """Yield memory whose values must be kept; several tensors may share memory."""
     for group in runtime.groups:
         for flat in group.flats:
             if not flat.gives_back:
@@ -108,6 +108,6 @@ def _kept(runtime: Runtime) -> Iterator[tuple[Kind, torch.Tensor]]:
 
 
 def _scratch(runtime: Runtime) -> Iterator[torch.Tensor]:
-    """Yield working memory, whose values nobody needs."""
+    """Yield working memory, whose values need not be kept."""
     if runtime.optimizer is not None:
         yield from runtime.optimizer.updater.scratch_memory()

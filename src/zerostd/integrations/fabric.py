@@ -176,7 +176,7 @@ class ZeroStrategy(DDPStrategy):
 
 
 def _split(objects: Mapping[str, Any]) -> tuple[Root | None, Any, dict[str, Any]]:
-    """Return the model, its optimizer if that is there, too, and what is not sharded."""
+    """Return the model, its optimizer if there is one, and everything that is not sharded."""
     roots = [value for value in objects.values() if isinstance(value, Root)]
     if len(roots) > 1:
         raise zerostd.NotSupportedError(f"a checkpoint of {len(roots)} models: save each model to its own path")

@@ -159,7 +159,7 @@ def root_of(model: keras.Model) -> nn.Module:
 
 
 def _check(model: Any, zero: dict[str, Any]) -> Optimizer:
-    """Refuse what cannot be honoured, before anything changes."""
+    """Refuse options that cannot be honoured, before anything changes."""
     if not isinstance(model, keras.Model):
         raise zerostd.PrepareError(f"prepare needs a keras.Model, got {type(model).__name__}")
     if ROOT in model.__dict__:

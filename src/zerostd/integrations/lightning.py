@@ -104,7 +104,7 @@ class ZeroStrategy(DDPStrategy):
         return root
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Refuse what cannot be honoured, before anything changes."""
+        """Refuse options that cannot be honoured, before anything changes."""
         for callback in trainer.callbacks:
             if isinstance(callback, COPYING):
                 raise zerostd.NotSupportedError(f"{type(callback).__name__} would copy a sharded model: leave it out")
@@ -166,7 +166,7 @@ class ZeroStrategy(DDPStrategy):
         return False
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what is not in shards. Lightning then calls `load_model_state_dict`, which loads those."""
+        """Load everything but the shards, which Lightning then loads with `load_model_state_dict`."""
         path = checkpoint_path
         self._loading = None
         if Path(checkpoint_path).is_dir():

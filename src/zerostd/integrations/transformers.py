@@ -60,7 +60,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what cannot be honoured: this is the first thing that Trainer does with its arguments."""
+        """Refuse options that cannot be honoured: this is the first thing that Trainer does with its arguments."""
         args = self.args
         for name, remedy in REFUSED.items():
             if getattr(args, name, None):

@@ -31,7 +31,7 @@ class Moment(enum.Enum):
 
     @staticmethod
     def num_bytes(numel: int) -> int:
-        """Return the bytes of so many numbers; the last record is whole."""
+        """Return the bytes of `numel` numbers; the last record is whole."""
         return -(-numel // BLOCK) * RECORD
 
 
@@ -40,7 +40,7 @@ LEAST = {Moment.AVERAGE: 2.0**-100, Moment.SQUARES: 2.0**-54}  # scale; below it
 
 
 def column_bytes(dtype: torch.dtype | Moment, numel: int) -> int:
-    """Return the bytes of so many numbers, coded or not."""
+    """Return the bytes of `numel` numbers, coded or not."""
     return Moment.num_bytes(numel) if isinstance(dtype, Moment) else numel * dtype.itemsize
 
 

@@ -97,7 +97,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return whether the library is there and can work on these tensors: on the CPU and contiguous."""
+    """Return whether the library is loaded and can work on these tensors: on the CPU and contiguous."""
     return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors) and load() is not None
 
 

@@ -99,7 +99,7 @@ def _check_memory(step: UpdateArguments) -> None:
 
 
 def crc32(tensor: Tensor, before: int = 0) -> int:
-    """Return zlib's crc32 of a contiguous tensor on the host, going on from that of what comes `before`."""
+    """Return zlib's crc32 of a contiguous tensor on the host, continuing the checksum `before`."""
     _check_summed(tensor)
     return reference.crc32(tensor, before) if native.load() is None else native.crc32(tensor, before)
 
@@ -143,7 +143,7 @@ def sum_slices(
         factor: Multiplies the sum, as fp32; `1 / world_size` for a mean.
         out: Takes the result, in its own dtype (bf16, fp16 or fp32); as many elements as one slice.
         accumulate: Add the result to `out`, which then must be fp32 or fp64, instead of overwriting it.
-        num_threads: Most CPU threads to use.
+        num_threads: The largest number of CPU threads to use.
     """
     _check_slices(received, num_slices, out, accumulate=accumulate, num_threads=num_threads)
     if received.dtype in native.DTYPES and native.serves(received, out) and native.apart(received, out):

@@ -62,7 +62,7 @@ def _written(source: Tensor | Split, target: Tensor | Split) -> Tensor:
 
 
 def _adam(rule: Adam, gradient: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """torch/optim/adam.py, _single_tensor_adam."""
+    """Update as torch/optim/adam.py does in _single_tensor_adam."""
     if rule.weight_decay != 0:
         if rule.decoupled:
             master.mul_(1 - rule.lr * rule.weight_decay)
@@ -75,7 +75,7 @@ def _adam(rule: Adam, gradient: Tensor, master: Tensor, exp_avg: Tensor, exp_avg
 
 
 def _sgd(rule: Sgd, gradient: Tensor, master: Tensor, momentum_buffer: Tensor | None = None) -> None:
-    """torch/optim/sgd.py, _single_tensor_sgd."""
+    """Update as torch/optim/sgd.py does in _single_tensor_sgd."""
     if rule.weight_decay != 0:
         gradient = gradient.add(master, alpha=rule.weight_decay)
     if momentum_buffer is not None:
@@ -88,7 +88,7 @@ def _sgd(rule: Sgd, gradient: Tensor, master: Tensor, momentum_buffer: Tensor | 
 
 
 def _adagrad(rule: Adagrad, gradient: Tensor, master: Tensor, total: Tensor) -> None:
-    """torch/optim/adagrad.py, _single_tensor_adagrad."""
+    """Update as torch/optim/adagrad.py does in _single_tensor_adagrad."""
     if rule.weight_decay != 0:
         gradient = gradient.add(master, alpha=rule.weight_decay)
     total.addcmul_(gradient, gradient, value=1)

@@ -145,7 +145,7 @@ def adam_on(device_type: str) -> ModuleType | None:
 
 
 def tried(name: str, device_type: str, what: str, is_right: Callable[[ModuleType, str], bool]) -> ModuleType | None:
-    """Return a module of operations by Triton, if they work on this device."""
+    """Return the module of Triton operations if they work on this device."""
     if device_type != "cuda":
         return None
     try:

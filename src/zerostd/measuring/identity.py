@@ -21,6 +21,8 @@ def choose_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = torch.device(device)
+    if device.type != "cpu" and not torch.accelerator.is_available():
+        raise PrepareError(f"device='{device}': torch finds no accelerator; `zerostd doctor` says why, or use 'cpu'")
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return torch.device("cpu") if device.type == "cpu" else device
@@ -83,7 +85,7 @@ def free_bytes(device: torch.device, disk_path: str | None) -> dict[str, int]:
 
 
 def _free_device(device: torch.device) -> int:
-    """Return what nobody holds, as far as this process may have it, and what torch holds and does not use."""
+    """Return the free bytes that this process may use, and those that torch has cached."""
     module = torch.get_device_module(device)
     ask = module.mem_get_info if hasattr(module, "mem_get_info") else torch.accelerator.get_memory_info
     free, total = ask(device)

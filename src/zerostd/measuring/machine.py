@@ -99,7 +99,7 @@ def load_or_measure(
     sizes: TrialSizes = FULL,
     mesh: Mesh = None,
 ) -> MachineProfile:
-    """Return the profile that was kept of this machine, or else a new one, which is kept; `free` is that of now.
+    """Return the saved profile of this machine, or measure and save a new one; `free` is that of now.
 
     A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
     measured is tried and added. A call that names no directory, or one in a world of one, does without what was
@@ -158,7 +158,7 @@ def from_first(control: Control, work: Callable[[], T]) -> T:
 
 
 def _with_free(profile: MachineProfile, control: Control, disk_path: str | None) -> MachineProfile:
-    """Return a profile with what is free now, on the rank that has least."""
+    """Return a profile with the memory that is free now, on the rank that has least."""
     everywhere = control.collect(free_bytes(control.world.device, disk_path))
     free = {tier: min(free[tier] for free in everywhere) for tier in everywhere[0]}
     return replace(profile, free=free, ranks_per_node=control.world.local_size)
@@ -227,7 +227,7 @@ def _link_and_processor(
 def _check_quiet(had: float, cores: int) -> None:
     if had < QUIET:
         log.warning(
-            "other programs used part of the %d cores during the measurement (updates had %.0f%% of them), so the "
+            "other programs used part of the %d cores during the measurement (updates had %.0f %% of them), so the "
             "rates are too low; run `zerostd measure --again` when the machine is idle",
             cores,
             100 * had,
@@ -270,7 +270,7 @@ def cached(kind: str, key: Any) -> Path:
 
 
 def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> MachineProfile | None:
-    """Return the profile that was kept, less what is not asked for; None if it is not of here and now."""
+    """Return the saved profile without what is not asked for; None if it is of another machine or version."""
     name = machine_name(device)
     now = versions(device)
     path = cache_file(name, now)

@@ -97,7 +97,7 @@ def profile_model(
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """A context in which nothing of a model trains: a forward keeps nothing for backward."""
+    """Return a context in which nothing of a model trains: a forward keeps nothing for backward."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -130,7 +130,7 @@ def _with_cost(group: GroupProfile, cost: ForwardCost, num_samples: int) -> Grou
 def untried_profile(
     blueprints: Sequence[Blueprint], precision: Precision, states: Mapping[str, torch.dtype]
 ) -> ModelProfile:
-    """Return what is known of a model without a forward.
+    """Return the profile of a model that is known without running a forward.
 
     Counts of parameters are exact. Bytes of one parameter, gradient and state are those of the dtype that most
     parameters have (for gradients and states: most of the trained ones), by the rules of preparing/homes.py.

@@ -237,7 +237,7 @@ def matrix_rates(device: torch.device, sizes: TrialSizes, free: int) -> dict[str
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, most: int, sizes: TrialSizes) -> float | None:
-    """Return that of the largest product that there is time for: some CPUs are a thousand times slower in bf16."""
+    """Return the rate of the largest product that there is time for: some CPUs are a thousand times slower in bf16."""
     side = min(SMALLEST_SIDE, most)
     seconds = _product_s(device, dtype, side, sizes)
     if dtype is not torch.float32 and seconds > sizes.seconds / 10:

@@ -156,7 +156,7 @@ def copy_of(model: nn.Module, make: Make) -> tuple[nn.Module, dict[int, Any]]:
 
 @contextlib.contextmanager
 def everything_kept(device: torch.device) -> Iterator[None]:
-    """Keep random states as they are, whatever forward draws; gradients are on and nothing is compiled."""
+    """Restore random states afterwards; inside, gradients are on and nothing is compiled."""
     devices = [] if device.type == "cpu" else [device]
     numbers = random.getstate()
     arrays = numpy.random.get_state()

@@ -100,7 +100,7 @@ class Events:
     def begin(
         self, name: str, lane: str, group: str, num_bytes: int, device: torch.device = HOST, step: int = NOW
     ) -> Span | None:
-        """Return a span that begins now and ends with `end`, None if nobody records. The work runs in the current
+        """Return a span that begins now and ends with `end`, None if nothing is recorded. The work runs in the current
         stream of `device`; HOST: the calling thread does it. `step` asked for it, and may be over."""
         if not self.wants(step):
             return None
@@ -205,7 +205,7 @@ class LoopTimer:
         self._periods = [[(self._phase, Timestamp(self._device))]]
 
     def cut(self) -> None:
-        """Count what follows by itself, if the timer runs."""
+        """Count what follows separately, if the timer runs."""
         if self._periods:
             mark = (self._phase, Timestamp(self._device))
             self._periods[-1].append(mark)

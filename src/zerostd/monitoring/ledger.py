@@ -24,6 +24,7 @@ import torch
 
 from zerostd.monitoring.events import Events
 from zerostd.monitoring.retrying import Retries
+from zerostd.monitoring.texts import plain_seconds
 from zerostd.policy import Kind, Tier
 
 OURS = str(Path(__file__).parents[1])
@@ -57,7 +58,7 @@ class Memory:
             for kind, peak in kinds.items():
                 now = self.now.get(tier, {}).get(kind, 0)
                 rows.append(f"{tier:<8}{kind:<18}{now / 2**20:>8.1f} MiB{peak / 2**20:>8.1f} MiB")
-        rows.append(f"gradients rest as {self.gradients}")
+        rows.append(f"gradients are kept in {self.gradients}")
         for kind, (size, held) in self.coded.items():
             sizes = f"{size / 2**20:.1f} MiB are coded in {held / 2**20:.1f} MiB"
             rows.append(f"{kind} of {sizes} ({size / max(1, held):.2f} to 1)")
@@ -65,7 +66,7 @@ class Memory:
             sizes = f"{size / 2**20:.1f} MiB are kept once with equal ones"
             rows.append(f"{kind} of {sizes}, {counted / 2**20:.1f} MiB of them counted here")
         if self.unpacking_s:
-            rows.append(f"unpacking took {self.unpacking_s:.3g} s of processor time")
+            rows.append(f"unpacking took {plain_seconds(self.unpacking_s)} of processor time")
         rows += [f"tried again {count} times: {what}" for what, count in self.retries.items()]
         return "\n".join(rows)
 
@@ -110,7 +111,7 @@ class Leaks:
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Leave out what is allocated in a `with` block: a pool keeps its memory for the next pass."""
+        """Do not count memory that is allocated in a `with` block: a pool keeps its memory for the next pass."""
         was_on = self._is_on
         self._is_on = False
         try:
@@ -173,12 +174,12 @@ class KeptGraphs:
 
 @dataclass
 class Ledger:
-    """The books of one prepared model. Threads of a disk enter what they move; all else comes from one at a time."""
+    """Counts the bytes of one prepared model. Disk threads enter what they move, one thread all else."""
 
     now: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     peak: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     held: Counter[Tier] = field(default_factory=Counter)  # bytes of all kinds, now
-    most: Counter[Tier] = field(default_factory=Counter)  # and at most, since somebody set it back
+    most: Counter[Tier] = field(default_factory=Counter)  # and at most, since the peak was reset
     sent: Counter[str] = field(default_factory=Counter)  # bytes this rank put on the wire, by verb
     gradient_form: str = "none yet"
     unpacking_s: float = 0.0  # of processor time, in which packed tiles became numbers
@@ -189,7 +190,7 @@ class Ledger:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work_on(self, group: str) -> None:
-        """Attribute what is entered from now on to a group."""
+        """Charge all memory entered from now on to a group."""
         self._group = group
 
     def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:

@@ -51,7 +51,7 @@ class ProgressBar:
 
 
 class ByteProgress(ProgressBar):
-    """Progress of work on so many bytes."""
+    """Shows progress of work on a known number of bytes."""
 
     def __init__(self, what: str, total: int, *, is_shown: bool) -> None:
         text = bars.TextColumn("{task.description}")

@@ -32,7 +32,7 @@ log = logging.getLogger("zerostd")
 
 
 class Retries:
-    """Makes calls again, and counts how often by what was done and why. Any thread may use it."""
+    """Repeats failed calls, and counts the retries by verb and reason. Any thread may use it."""
 
     def __init__(self, shared: Retries | None = None, clean: Callable[[], None] | None = None) -> None:
         self._counts: Counter[str] = Counter() if shared is None else shared._counts
@@ -45,7 +45,7 @@ class Retries:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many calls were made again, by verb and reason, such as 'reading: EIO'."""
+        """The number of retries, by verb and reason, such as 'reading: EIO'."""
         with self._lock:
             return dict(self._counts)
 

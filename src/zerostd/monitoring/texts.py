@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+COUNTS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))  # of parameters
 UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -33,3 +34,24 @@ def seconds_text(value: float) -> str:
 def rate_text(value: float) -> str:
     """Return a number with three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def plain_seconds(value: float) -> str:
+    """Return seconds as sentences have them: "0.0713 s"; another unit below a millisecond."""
+    return f"{rate_text(value)} s" if value == 0 or abs(value) >= 1e-3 else seconds_text(value)
+
+
+def percent_text(share: float) -> str:
+    """Return a share as a whole percentage: 0.97 is 97 %."""
+    return f"{100 * share:.0f} %"
+
+
+def value_text(value: float) -> str:
+    """Return a loss or another measured value with four digits, or all before the point."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def count_text(count: int) -> str:
+    """Return a number of parameters as people say it: 13 B, 350 M, 144."""
+    size, unit = next(((size, unit) for size, unit in COUNTS if count >= size), (1, ""))
+    return f"{rate_text(count / size)} {unit}".strip()

@@ -88,7 +88,7 @@ class CpuUpdater:
         self._weights.clear()
 
     def launch(self, task: UpdateTask) -> Transfer:
-        """Start an update; done when the new parameters are where they belong."""
+        """Start an update. It is done when the new parameters have arrived in their tier."""
         span = task.span
         if span.shard.route is Route.CPU:
             task = replace(task, host_weights=self._host_weights(task))
@@ -234,7 +234,7 @@ def _fitting_copy(flat: Flat) -> HostGradientCopy | None:
 
 
 def dtypes_on_disk(shard: StateShard) -> dict[str, Column]:
-    """Return the dtypes of what is read from disk, by name."""
+    """Return the dtypes of columns that are read from disk, by name."""
     return {name: kept_as(tensor) for name, tensor in shard.tensors.items() if tensor.tier is Tier.DISK}
 
 
@@ -360,7 +360,7 @@ def _staged(task: UpdateTask, slot: StagingSlot) -> Tensors:
 
 
 def _cut(column: TierTensor, staged: torch.Tensor, part: slice) -> torch.Tensor:
-    """Return a part of what is staged of a column."""
+    """Return a part of a staged column."""
     _, start = _stored(column, part.start)
     _, stop = _stored(column, part.stop)
     return staged[start:stop]

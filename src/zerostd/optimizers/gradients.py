@@ -388,7 +388,7 @@ class Gradients(StepObserver):
                     flat.gradient.give_back()
 
     def unscale(self, handles: Sequence[GradientHandle], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-        """torch.amp.GradScaler's check-and-unscale, over all ranks."""
+        """Check and unscale gradients as torch.amp.GradScaler does, over all ranks."""
         if self.loss_scale is not None:
             raise MisuseError(
                 "precision='fp16' already scales the loss, so a GradScaler would scale twice: call loss.backward() "

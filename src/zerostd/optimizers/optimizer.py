@@ -186,8 +186,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gradients.check_unlocked(call)
 
     def synchronize(self) -> None:
-        """Wait until every update so far is done, also those that go on after step(), and a save has read all it
-        needs. For timing; nothing else needs it."""
+        """Wait until all updates are done, including those that run after step(), and a save has read all it needs.
+        Only timing needs it."""
         if self.updater.offload is not None:
             self.updater.offload.drain()
         for group in self._schedule.update_order():
@@ -248,7 +248,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With prepare(max_grad_norm=...) it may be called with that norm, by loops that log what it returns: updates that
         have begun inside backward go on, and step() does not clip again. With an infinite norm nothing is clipped. The
-        norm is a tensor on the device, which nobody waits for until it is read.
+        norm is a tensor on the device, and the host waits for it only when it is read.
         """
         self._gradients.wires.world.enter("optimizer.clip_grad_norm_()")
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value

@@ -1,4 +1,4 @@
-"""`optimizer.state` as torch has it, by parameter: read, written, replaced and deleted by whoever touches it.
+"""`optimizer.state` as torch has it, by parameter: read, written, replaced and deleted by the user's code.
 
 Spans keep states (spans.py). The states of a parameter are put together when they are read, from all ranks where ranks
 update slices of it: then every rank must read them. What is written goes to this rank's part at once.
@@ -65,7 +65,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
                 spans.forget(span)
 
     def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Let these be all states there are."""
+        """Replace all states by these."""
         kept = {parameter: dict(named) for parameter, named in states.items()}
         self.clear()
         self.update(kept)
@@ -116,7 +116,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
 
 
 def _wrapped(value: Any, spec: Spec, shape: tuple[int, ...]) -> Any:
-    """Return a state with the local shape as a DTensor, others as they are."""
+    """Return a state of the local shape as a DTensor, and other states unchanged."""
     return spec.wrap(value) if isinstance(value, torch.Tensor) and tuple(value.shape) == shape else value
 
 
@@ -178,4 +178,4 @@ class _StateSource:
         self.state[self.name] = whole
 
     def forget(self) -> None:
-        """Nothing is kept: `read` returns a copy each time."""
+        """Do nothing: `read` returns a copy each time."""

@@ -348,7 +348,7 @@ class UpdateTask:
         return self.target is not self.source  # and counts only if it is committed
 
     def submit(self, worker: Worker, update_tile: Callable[[UpdateTask, slice], None], tile_numel: int) -> Transfer:
-        """Let a thread update the span tile by tile, so that what is needed sooner can come in between: groups that
+        """Let a thread update the span tile by tile, so that more urgent work can run in between: groups that
         forward needs first go first. Tiles are slices that count from the span's start."""
         numel = self.span.numel
         tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
@@ -372,7 +372,7 @@ class UpdateTask:
                 seals.setdefault(tensor, Seals()).close(tensor.tensor, part)
 
     def tensors_of(self, tile: slice) -> tuple[Tensors, Tensors]:
-        """Return what a tile reads and what it writes, where they are in memory."""
+        """Return the tensors in memory that a tile reads and writes."""
         start = self.span.in_shard.start
         part = slice(start + tile.start, start + tile.stop)
 

@@ -153,7 +153,7 @@ def take_states(updater: Updater, flat: Flat) -> dict[nn.Parameter, States]:
 
 @torch.no_grad()
 def replace_states(updater: Updater, flat: Flat, saved: Mapping[nn.Parameter, States]) -> None:
-    """Make the spans of a flat anew, as it is now, with these states; those from before are forgotten."""
+    """Make new spans for a flat with these states; earlier spans are forgotten."""
     _forget(updater, flat)
     updater.spans[flat] = updater.make_spans(flat)
     _fill(updater, updater.spans[flat], saved)

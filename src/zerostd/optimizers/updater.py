@@ -275,14 +275,14 @@ class Updater:
         return used
 
     def keep_counters(self, options: StepOptions) -> None:
-        """After all groups: make what the optimizer wrote into its param_groups the user's."""
+        """Copy what the optimizer wrote into its param_groups to the user's, after all groups."""
         for index, group in list(options.written.items()):  # threads may add to it
             for key, value in group.items():
                 if key != "params" and not isinstance(value, torch.Tensor):
                     self.user_groups[index][key] = value
 
     def resident_states(self) -> list[torch.Tensor]:
-        """Return the states on the device that are as long as their spans."""
+        """Return the states on the device that have an element for each of their spans."""
         states = [state for states in self.state.values() for state in states.values()]
         return [s for s in states if isinstance(s, torch.Tensor) and s.dim() and s.device == self.scratch.device]
 
@@ -292,7 +292,7 @@ class Updater:
         return [self.scratch, *(streamed.memories if isinstance(streamed, StreamedUpdater) else ())]
 
     def count_states(self) -> None:
-        """After all groups: enter the memory of states that the inner optimizer made into the ledger. Cut spans share
+        """Enter memory that the inner optimizer allocated for states into the ledger, after all groups. Cut spans share
         theirs."""
         if len(self.state) == self._num_counted:
             return

@@ -227,7 +227,7 @@ def _check_buffers(model: nn.Module, parameters: list[tuple[str, nn.Parameter]])
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that were built on something else than this model."""
+    """Refuse optimizers that were not built on this model's parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PrepareError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if type(optimizer).__module__.startswith("horovod."):
@@ -249,7 +249,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def describe(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, blueprints: Sequence[Blueprint]
 ) -> Iterator[str]:
-    """Yield what must be the same on all ranks, a line each: param_groups, parameters, buffers and groups."""
+    """Yield a line for everything that must be the same on all ranks: param_groups, parameters, buffers and groups."""
     if optimizer is None:
         yield "no optimizer yet"
     for index, group in enumerate(() if optimizer is None else optimizer.param_groups):

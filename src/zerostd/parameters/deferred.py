@@ -83,7 +83,7 @@ def draw_seeds(named: Iterable[tuple[str, torch.Tensor]], *, seed: int) -> dict[
 def make_real(name: str, tensor: torch.Tensor, *, seed: int, device: torch.device) -> torch.Tensor:
     """Return the values of a deferred `tensor` as an ordinary tensor of its shape, dtype and strides on `device`.
 
-    Does again what was recorded for its storage and for what that reads, and nothing else; `tensor` stays deferred.
+    Replays only the calls recorded for its storage and for what those calls read; `tensor` stays deferred.
     The same calls, seed and kind of device give the same bits; torch's random state is left as it was.
     """
     history = history_of(tensor)
@@ -193,7 +193,7 @@ class EmptyInit(TorchDispatchMode):
             self.see(tensor if base is None else base)
 
     def _trunc_normal(self, plain: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """`init.trunc_normal_` as one call: it draws until all values fit, so it would need them at once."""
+        """Record `init.trunc_normal_` as one call: it draws until all values fit, so it would need them at once."""
         if not is_deferred(tensor):
             return plain(tensor, *args, **kwargs)
         self._record(plain, tree_map(_stand_in, ((tensor, *args), kwargs)), tensor, [tensor])
@@ -226,7 +226,7 @@ class _ShownDevice(TorchFunctionMode):
 
 
 def _make_small_real(tensors: list[torch.Tensor]) -> None:
-    """Make masks, tables and buffers real, in place: nobody else could where they are plain attributes."""
+    """Make masks, tables and buffers real, in place, also those that are plain attributes."""
     tensors.sort(key=lambda tensor: base_of(tensor) is None)  # views first: they hold on to their base
     for tensor in tensors:
         history = history_of(tensor)

@@ -1,8 +1,8 @@
 """A gradient that rests on disk, as a tier tensor with page checksums.
 
 It passes through host memory. `Windows` are buffers as large as the two largest gradients: one lands in a window, as a
-host gradient does in its own memory, and is written from there while the next one lands in the other. Whoever reads or
-changes it brings it back, and works on the window. A window stays with its gradient until another gradient needs it;
+host gradient does in its own memory, and is written from there while the next one lands in the other. Reads and
+changes bring it back first, and work on the window. A window stays with its gradient until another gradient needs it;
 then updates that read it are waited for, and what was changed is written.
 """
 
@@ -45,11 +45,11 @@ class Windows:
         allocator.before_close(self._worker.stop)
 
     def expect(self, gradient: DiskGradient, num_bytes: int) -> None:
-        """Have room for a gradient when `fit` is called, or when it comes."""
+        """Count a gradient for which memory is allocated by `fit`, or when it comes."""
         self._sizes[gradient] = num_bytes
 
     def fit(self) -> None:
-        """Have memory for the gradients that are expected, and no more."""
+        """Allocate memory for the expected gradients, and free what is not needed."""
         for window, size in zip(self._windows, Staging.sizes(self._sizes.values()), strict=True):
             if window.memory.nbytes != size:
                 self._clear(window)
@@ -190,7 +190,7 @@ class DiskGradient(HostGradient):
         return super().open_landing(accumulate=accumulate)
 
     def close_landing(self, landed: torch.Tensor) -> None:
-        """Take the norm of what landed, which would be read for it else, and start its way to the disk."""
+        """Take the norm of the gradient that landed, to save a read later, and start writing it."""
         super().close_landing(landed)
         if self.staging is None:
             self._norm = vector_norm(landed, 2.0)
@@ -211,7 +211,7 @@ class DiskGradient(HostGradient):
         self.hold(record_event(target.device))
 
     def tier_tensor(self) -> TierTensor:
-        """Return it as it rests on disk; nobody may have it in memory as long as that is used."""
+        """Return the gradient as it is kept on disk. It may not be in memory while the result is used."""
         self._kept()
         if self.on_disk is None:
             return super().tier_tensor()

@@ -250,7 +250,7 @@ class Flat:
     # What users write to parameters
 
     def wait_readers(self) -> None:
-        """Wait until nobody reads values and states any more."""
+        """Wait until all reads of values and states have ended."""
         for reader in self.readers:
             reader.wait()
         self.readers.clear()
@@ -288,7 +288,7 @@ class Flat:
 
     def watch(self, index: int) -> bool:
         """Copy a parameter that is half of its master, since it is about to be written to. Returns False if a copy is
-        there already, or comes too late: somebody wrote unseen."""
+        there already, or comes too late: the write went unnoticed."""
         piece = self.layout.piece_of(index, self.region)
         is_late = self._read_versions()[index] != self._edits.versions[index]
         if piece is None or is_late or piece in self._edits.copies:
@@ -297,7 +297,7 @@ class Flat:
         return True
 
     def keep_watched(self, index: int, *, forget: bool) -> None:
-        """Keep what the user wrote to a parameter that is watched, and with `forget` watch it no more."""
+        """Keep what the user wrote to a watched parameter; with `forget`, stop watching it."""
         piece = self.layout.piece_of(index, self.region)
         version = self._read_versions()[index]
         copy = None if piece is None else self._edits.copies.get(piece)
@@ -384,7 +384,7 @@ class Flat:
         self._edits.forget(*self._edits.brief)
 
     def coded_bytes(self) -> Iterator[tuple[Kind, int, int]]:
-        """Yield what is kept as codes: its kind, the bytes of its numbers, and those of the codes."""
+        """Yield the states that are kept as codes: its kind, the bytes of its numbers, and those of the codes."""
         if isinstance(self.rest.extent, PackedExtent):
             yield Kind.PARAMETERS, self.rest.extent.num_bytes, self.rest.extent.held_bytes
         for tensor in (tensor for shard in self.state_shards for tensor in shard.tensors.values()):

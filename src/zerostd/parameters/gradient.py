@@ -76,7 +76,7 @@ class Gradient:
         return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
 
     def give_back(self) -> None:
-        """Give the memory back: nobody wants what rests, and no update reads it. What a numpy array uses stays."""
+        """Give the memory back: what it holds is not needed, and no update reads it. What a numpy array uses stays."""
         for tensor in self._memories:
             if tensor.untyped_storage().resizable():
                 self._free(tensor)
@@ -116,7 +116,7 @@ class Gradient:
         return self._kept()
 
     def _kept(self) -> torch.Tensor:
-        """Return what it rests in; the first call allocates that."""
+        """Return the memory of the gradient; the first call allocates that."""
         if self._sum is not None:
             return self._sum
         if self._rest is None:
@@ -213,7 +213,7 @@ class Gradient:
         """Send what was written, as far as the current stream is concerned, to where it rests."""
 
     def fold(self, *, accumulate: bool) -> None:
-        """Take what was reduced in place into the fp32 sum."""
+        """Add what was reduced in place to the fp32 sum."""
         assert self._sum is not None and self.whole is not None
         total = self.open_landing(accumulate=accumulate)
         if accumulate:
@@ -260,7 +260,7 @@ class Gradient:
         self.changed()
 
     def changed(self) -> None:
-        """Forget what was derived from the gradient: its norm, and the host's copy."""
+        """Drop everything derived from the gradient: its norm, and the host's copy."""
         if self.host_copy is not None:
             self.host_copy.is_current = False
 

@@ -26,7 +26,7 @@ from zerostd.tiers import Done, Transfer, Uploader
 
 
 class GroupState(enum.Enum):
-    """What a group holds now, and what that costs."""
+    """States of a group by the memory that it holds."""
 
     RELEASED = "this rank's shards; parameters show NaN"
     GATHERING = "shards, and buffers that are being filled"
@@ -242,7 +242,7 @@ class Group:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Note that somebody holds its values inside the context: it cannot be updated there."""
+        """Note that its values are held inside the context: it cannot be updated there."""
         self.num_pins += 1
         try:
             yield
@@ -265,7 +265,7 @@ class Group:
             flat.readers.append(reader)
 
     def wait_readers(self) -> None:
-        """Wait until nobody reads values and states any more."""
+        """Wait until all reads of values and states have ended."""
         for flat in self.flats:
             flat.wait_readers()
 
@@ -280,7 +280,7 @@ class Group:
         self.in_backward = True
 
     def end_backward(self) -> None:
-        """Note that its backward needs it no more."""
+        """Note that backward has finished with the group."""
         self.in_backward = False
 
     def await_inputs(self, forward: object) -> None:

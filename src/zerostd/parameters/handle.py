@@ -121,7 +121,7 @@ class _GradientSource:
         self.handle.ops.change(self.handle, aten.copy_.default, (whole,), {})
 
     def forget(self) -> None:
-        """Nothing is kept: `read` returns a copy each time."""
+        """Do nothing: `read` returns a copy each time."""
 
 
 def _lent(handle: GradientHandle) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Staging:
         self._ledger: Ledger | None = None
 
     def reserve(self, sizes: Sequence[int], device: torch.device, ledger: Ledger) -> None:
-        """Make the buffers at least so many bytes large."""
+        """Grow the buffers to at least these sizes."""
         if self._memories and all(memory.nbytes >= s for memory, s in zip(self._memories, sizes, strict=True)):
             return
         self.give_back()
@@ -93,7 +93,7 @@ class HostGradient(Gradient):
         """Keep the memory: pinning it again would hold up every step."""
 
     def take_memory(self) -> None:
-        """It is there."""
+        """Do nothing: the memory is there."""
 
     def _allocate_rest(self, dtype: torch.dtype) -> torch.Tensor:
         return self.allocator.host.allocate(self.numel * dtype.itemsize, Kind.GRADIENTS).view(dtype)
@@ -147,7 +147,7 @@ class HostGradient(Gradient):
         return super().norm(order, part)
 
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
-        """Bring a part up as it is and convert it there: one copy that does both would hold the host."""
+        """Send a part to the device and convert it there: one copy that does both would hold the host."""
         part = self.current[region]
         if self.staging is None:
             target.copy_(part)

@@ -8,20 +8,20 @@ class StepObserver:
     the moments it needs."""
 
     def before_forward(self) -> None:
-        """A forward of training begins; the model's parameters may move."""
+        """Called when a forward of training begins; the model's parameters may move."""
 
     def before_backward(self) -> None:
-        """A backward pass begins; gradients are about to change."""
+        """Called when a backward pass begins; gradients are about to change."""
 
     def after_backward(self) -> None:
-        """A backward pass has ended; its activations are gone."""
+        """Called when a backward pass has ended; its activations are gone."""
 
     def facts(self) -> list[str]:
-        """Return what must be alike on all ranks when a backward pass ends, a line each."""
+        """Return a line for each fact that must be the same on all ranks when a backward pass ends."""
         return []
 
     def after_step(self) -> None:
-        """`optimizer.step()` has started or skipped its updates."""
+        """Called when `optimizer.step()` has started or skipped its updates."""
 
     def after_release(self) -> None:
-        """`zerostd.release` has made the model an ordinary one again."""
+        """Called when `zerostd.release` has made the model an ordinary one again."""

@@ -32,10 +32,10 @@ GRAD: Any = torch.Tensor.grad  # what plain tensors have: for loops over all par
 
 
 class Access(Protocol):
-    """Brings the values of parameters to whoever touches them, and keeps what is written."""
+    """Brings the values of parameters to code that touches them, and keeps what it writes."""
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
+        """Return the parameter itself if it shows its values, otherwise a copy of them outside autograd."""
         ...
 
     def write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ VIEWS += ["split", "t", "transpose", "permute", "squeeze", "unsqueeze", "unflatt
 
 def _watched(name: str) -> Callable[..., Any]:
     """Return a method of torch.Tensor that tells before it writes to a parameter, or gives a view outside autograd.
-    Where a parameter is half of its master, the only copy of it would else be overwritten unseen."""
+    Where a parameter is half of its master, its only copy would otherwise be overwritten unnoticed."""
     is_view = name in VIEWS
 
     def call(self: PreparedParameter, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ class PreparedParameter(nn.Parameter):
             self._note_lent(values)
 
     def detach(self) -> torch.Tensor:
-        """Return the values outside autograd: lent, where writes and updates would else go unseen."""
+        """Return the values without autograd, lent if writes to them would otherwise go unnoticed."""
         values = super().detach()
         if isinstance(values, LentTensor) or is_below_autograd() or in_transform() or in_backward():
             return values
@@ -244,7 +244,7 @@ class ReleasedParameter(PreparedParameter, Lender):
 
     @contextlib.contextmanager
     def as_leaf(self) -> Iterator[None]:
-        """A context in which it is the leaf that the graph knows."""
+        """Return a context in which it is the leaf that the graph knows."""
         released = type(self)
         self.__class__ = self.shown_class  # type: ignore[assignment]
         try:

@@ -53,7 +53,7 @@ class DeferredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, history: StorageHistory) -> DeferredTensor:
-        """Return what stands for a tensor as it is now."""
+        """Return the handle that stands for the present values of a tensor."""
         layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         return cls(history, tensor.dtype, layout, tensor.is_conj(), tensor.is_neg())
 
@@ -91,7 +91,7 @@ def is_deferred(tensor: torch.Tensor) -> bool:
 
 
 def calls_for(history: StorageHistory | None) -> list[RecordedCall]:
-    """Return what to do again, in order, for the bytes of `history`."""
+    """Return the calls to replay, in order, to make the bytes of `history`."""
     needed: dict[RecordedCall, None] = {}
     seen: dict[StorageHistory, int] = {}  # calls on it before this clock were looked at
     todo = [(history, history.clock + 1)] if history else []

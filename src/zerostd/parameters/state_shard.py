@@ -30,7 +30,7 @@ BLOCK = 64  # elements that are coded together: they begin with a parameter, and
 
 
 class SplitTensor(TierTensor):
-    """A split master as one tier tensor of fp32 numbers, for whoever reads and writes it outside the step. What it
+    """A split master as one tier tensor of fp32 numbers, for reads and writes outside the step. What it
     returns is a copy."""
 
     def __init__(self, high: TierTensor, low: TierTensor) -> None:
@@ -67,7 +67,7 @@ class SplitTensor(TierTensor):
 
 
 class CodedTensor(TierTensor):
-    """A state that is kept as codes, as one tier tensor of fp32 numbers, for whoever reads and writes it outside the
+    """A state that is kept as codes, as one tier tensor of fp32 numbers, for reads and writes outside the
     step. What it returns is a copy. A block is coded as a whole: a write that ends inside one reads it first."""
 
     def __init__(self, codes: TierTensor, moment: Moment, numel: int) -> None:
@@ -97,7 +97,7 @@ class CodedTensor(TierTensor):
         self.codes.write(_records(slice(first, end)), codes)
 
     def start_write(self, start: int, source: torch.Tensor) -> Transfer:
-        """Write numbers from memory, to element `start`; done when it returns."""
+        """Write numbers from memory, beginning at element `start`. Returns when they are written."""
         values = source.view(torch.float32)
         self.write(slice(start, start + values.numel()), values)
         return Done()

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import percent_text, plain_seconds
 from zerostd.planning.plan import Plan
 from zerostd.planning.planner import Bytes, Counted, fixed_bytes
 from zerostd.planning.pricing import if_most_are_clipped, plan_from
@@ -167,7 +168,7 @@ def table(counted: Sequence[Counted], refused: Sequence[Refusal], chosen: Counte
         outcomes[request.model.samples or 1, request.accumulate] = match.group().strip() if match else str(error)
     for each in sorted(counted, key=lambda each: each.seconds, reverse=True):
         request = each.solution.request
-        outcomes[request.model.samples or 1, request.accumulate] = f"{each.seconds:.3g} s a step"
+        outcomes[request.model.samples or 1, request.accumulate] = f"{plain_seconds(each.seconds)} a step"
     passes = chosen.solution.request.accumulate
     samples = chosen.solution.request.model.samples or 1
     lines = [f"A step of {samples * passes} samples is made in passes of {samples}: accumulate={passes}. Tried:"]
@@ -241,7 +242,7 @@ def _notes(request: PlanRequest, use: TrainingOptions) -> Iterator[str]:
     if not request.model.knows_time:
         yield "The batch is not known, so the plan leaves out the time to compute and activations."
         if use.budget.device is None:
-            yield f"{FOR_ACTIVATIONS:.0%} of the device is left for activations."
+            yield f"{percent_text(FOR_ACTIVATIONS)} of the device is left for activations."
     if request.num_replicas > 1:
         shape = (request.num_replicas, request.world_size)
         yield (
@@ -289,8 +290,8 @@ def state_bytes(model: ModelProfile, stage: Stage, world_size: int) -> float:
 
 
 def sent_bytes(model: ModelProfile, stage: Stage, world_size: int, passes: int = 1, num_replicas: int = 1) -> int:
-    """Return what each rank sends in a step: at stage 3 every pass gathers parameters twice, at 1 and 2 new ones are
-    gathered once a step, at 0 gradients are reduced to everywhere, which is a reduce and a gather. `world_size` ranks
+    """Return the bytes that each rank sends in a step. Stage 3 gathers parameters twice in each pass; stages 1 and 2
+    gather new ones once in a step; stage 0 reduces gradients to all ranks, a reduce and a gather. `world_size` ranks
     share a replica of the model state; slices of gradients are averaged over replicas."""
     gradients = model.trained * model.gradient_bytes * passes
     if stage is Stage.DATA_PARALLEL:

@@ -135,7 +135,7 @@ class ResourceDemands:
         }
 
     def update(self) -> dict[str, Factors]:
-        """Return, by resource, what the update of a group takes and what its next forward needs from elsewhere."""
+        """Return, by resource, the cost of the update of a group and of the transfers that its next forward needs."""
         model = self.request.model
         states = self.updated * (model.state_bytes + model.master_bytes)
         streamed = states - self._shared_off

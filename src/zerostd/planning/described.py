@@ -78,7 +78,7 @@ def parse_count(value: int | str) -> int:
     if not 1 <= count <= LARGEST:
         raise PrepareError(
             f"{reprlib.repr(value)} is not a number of parameters; write it like '350M', '7.5B', '1T' or as an integer "
-            f"from 1 to {LARGEST:.0e}"
+            "from 1 to 1000T"
         )
     return count
 
@@ -114,7 +114,7 @@ def from_numbers(
 def _check(**given: int | None) -> None:
     for what, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST):
-            raise PrepareError(f"{what}={reprlib.repr(value)} must be a whole number from 1 to {LARGEST:.0e}")
+            raise PrepareError(f"{what}={reprlib.repr(value)} must be a whole number from 1 to {LARGEST:,}")
 
 
 def _check_layers(layers: int) -> int:

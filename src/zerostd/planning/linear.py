@@ -47,7 +47,7 @@ class LinearProgram:
         self._names: dict[str, int] = {}  # of constraints, with their rows
 
     def variables(self, count: int = 1, upper: Array | float = numpy.inf) -> Array:
-        """Return as many new variables, from 0 up to their bounds."""
+        """Return new variables from 0 up to their bounds."""
         first = len(self._lower)
         self._lower = numpy.append(self._lower, numpy.zeros(count))
         self._upper = numpy.append(self._upper, numpy.broadcast_to(upper, count))

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import convert, decode, read_document
-from zerostd.monitoring.texts import rate_text, short_size
+from zerostd.monitoring.texts import percent_text, plain_seconds, rate_text, seconds_text, short_size
 from zerostd.planning.profiles import RECOMPUTED, WAYS
 from zerostd.policy import LOSSLESS, Homes, Kind, Placement, Route, Stage, Tier, Way
 
@@ -234,7 +234,7 @@ def _table(plan: Plan) -> list[str]:
 def _sentences(plan: Plan) -> list[str]:
     predicted = plan.predicted
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
-    lines = [f"Stage {plan.stage.value} on {ranks}" + (", speculating." if plan.speculate else ".")]
+    lines = [f"Stage {plan.stage.value} on {ranks}" + (", with speculative updates." if plan.speculate else ".")]
     if not plan.keep_gradients:
         lines.append("Gradients are freed as groups are updated inside backward, so p.grad cannot be read.")
     if plan.codec:
@@ -246,11 +246,12 @@ def _sentences(plan: Plan) -> list[str]:
     if predicted.step_s is not None and predicted.step_s > 0:
         busy = {**predicted.busy, "compute": predicted.compute_s or 0.0}
         first, *rest = sorted(busy, key=lambda name: -busy[name])
+        shares = {name: percent_text(seconds / predicted.step_s) for name, seconds in busy.items()}
         what = "step" if predicted.samples is None else "pass"
         lines.append(
-            f"A {what} takes {predicted.step_s:.3g} s. The bottleneck is {WORDS.get(first, first)}, busy "
-            f"{busy[first] / predicted.step_s:.0%} of it"
-            + (f"; next is {WORDS.get(rest[0], rest[0])} with {busy[rest[0]] / predicted.step_s:.0%}." if rest else ".")
+            f"A {what} takes {plain_seconds(predicted.step_s)}. The bottleneck is {WORDS.get(first, first)}, busy "
+            f"{shares[first]} of it"
+            + (f"; next is {WORDS.get(rest[0], rest[0])} with {shares[rest[0]]}." if rest else ".")
         )
         if predicted.samples_per_s is not None:
             lines.append(
@@ -258,16 +259,16 @@ def _sentences(plan: Plan) -> list[str]:
                 "generates one token per sequence."
             )
         if predicted.clipped_s is not None:
-            clipped = f"A clipped step takes {predicted.clipped_s:.3g} s."
+            clipped = f"A clipped step takes {plain_seconds(predicted.clipped_s)}."
             lines.append(f"Updates begin before the norm is known. {clipped}")
         for tier in Tier:
             gain = predicted.prices.get(tier, 0.0) * GIB
             if tier in plan.limits and predicted.samples is None:
-                worth = f"would save {gain * 1e3:.2g} ms a step" if gain > 1e-6 else "would not shorten the step"
+                worth = f"would save {seconds_text(gain)} a step" if gain > 1e-6 else "would not shorten the step"
                 lines.append(f"One more GiB of the {tier.value} {worth}.")
     if plan.trials:
-        measured = (f"{trial.name} {trial.measured_s:.3g} s" for trial in plan.trials)
-        lines.append(f"Measured while training: {', '.join(measured)}. The first is in use.")
+        measured = (f"{plain_seconds(trial.measured_s)} with {trial.name}" for trial in plan.trials)
+        lines.append(f"Measured while training: {'; '.join(measured)}. The first is in use.")
     return [*lines, *plan.notes]
 
 

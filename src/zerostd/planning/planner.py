@@ -94,7 +94,7 @@ def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | No
 def _ranked(
     request: PlanRequest, placements: Iterable[list[GroupShares]], asked: PlanRequest | None = None
 ) -> list[Solution]:
-    """Return those of a few placements that fit. The first is the shortest; but of those within SLACK of it the one
+    """Return the placements that fit, of a few. The first is the shortest; but of those within SLACK of it the one
     with the fewest bytes off the device, and nothing moves at all for little."""
     solutions = list[Solution]()
     for placement in placements:
@@ -162,7 +162,7 @@ def _without_scraps(share: GroupShares) -> GroupShares:
 
 
 def _with_cpu_part(request: PlanRequest, shares: Sequence[GroupShares], times: float) -> list[GroupShares]:
-    """Return the shares with so many times the CPU's part, the same in all groups that are kept alike."""
+    """Return the shares with `times` the CPU's part, equal in all groups that are kept alike."""
     alike: dict[tuple[float, float, float], list[int]] = {}
     for index, share in enumerate(shares):
         alike.setdefault((share.parameters_host, share.parameters_disk, share.gradients_host), []).append(index)
@@ -280,7 +280,7 @@ def _enlarged(request: PlanRequest, by: Mapping[Tier, float], count: CountBytes)
 
 
 def fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
-    """Return the bytes that are there wherever things are placed: activations, if there is no choice about them."""
+    """Return the bytes that every placement needs: activations, if there is no choice about them."""
     return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import percent_text, plain_seconds, size_text
 from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
@@ -24,7 +24,7 @@ WORTH_SAYING = 0.02  # of a step: what not speculating must bring where most gra
 
 
 def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, notes: Sequence[str] = ()) -> Plan:
-    """Return a solution as a plan, with bytes that were counted for its homes, prices and what else would help."""
+    """Return a solution as a plan, with counted bytes, prices, and sentences about what would help."""
     plan = bare_plan(solution, homes, counted)
     if solution.request.model.knows_time:
         about = _about_activations if solution.request.chooses else _if_recomputed
@@ -34,7 +34,7 @@ def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, no
 
 
 def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) -> Plan:
-    """Return a solution as a plan that knows its seconds and bytes, and of nothing else."""
+    """Return a solution as a plan with seconds and bytes only."""
     request = solution.request
     speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
     busy = work(request, solution.shares)
@@ -101,7 +101,8 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
         count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
         yield (
             f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
-            f"torch.utils.checkpoint would make a step {gain:.0%} shorter: it frees device memory for model state."
+            f"torch.utils.checkpoint would make a step {percent_text(gain)} shorter: "
+            "it frees device memory for model state."
         )
 
 
@@ -129,7 +130,7 @@ def _about_activations(solution: Solution) -> Iterator[str]:
         prices = []
         again_s = request.accumulate * again_seconds(request, solution.shares)
         if again_s > 0:
-            prices.append(f"{again_s:.3g} s of arithmetic a step")
+            prices.append(f"{plain_seconds(again_s)} of arithmetic a step")
         if sent > 0:
             prices.append(f"{size_text(sent)} of host memory, sent over the link and back in every pass")
         instead = f"{size_text(held)} of the device instead of {size_text(kept)}"
@@ -140,6 +141,6 @@ def if_most_are_clipped(plan: Plan, without_s: float) -> Iterator[str]:
     """Yield what a plan that speculates costs where most steps are clipped, if one that does not takes `without_s`."""
     if (plan.predicted.clipped_s or 0.0) > without_s * (1 + WORTH_SAYING):
         yield (
-            f"Without speculation every step takes {without_s:.3g} s. If most steps are clipped, leave accumulate= "
-            "out of prepare."
+            f"Without speculation every step takes {plain_seconds(without_s)}. If most steps are clipped, leave "
+            "accumulate= out of prepare."
         )

@@ -149,7 +149,7 @@ class ScheduleProgram:
             self.linear.at_most([*self.totals["cpu"], self._resident(), longer, (self.step, -1.0)], -float(computed))
 
     def _sequence(self) -> None:
-        """Groups run one after the other: backward from the last to the first, forward the other way."""
+        """Run groups one after the other: backward from the last to the first, forward the other way."""
         self._backward_after(_shifted(self.end, -1))
         self._in_order(self.begin)
         self.linear.at_most([(self.end[:1], 1.0), (self.begin[:1], -1.0), self._resident()], 0.0)
@@ -180,7 +180,7 @@ class ScheduleProgram:
         return [(begin[-1:], float(count)), (self.end[:1], float(count))], count * self.demands.forward_s[-1]
 
     def _windows(self, sent: Mapping[str, Term]) -> None:
-        """The work of all groups up to one is done between its E and its F; beside it, activations leave."""
+        """Fit the work of all groups up to one between its E and its F, while activations leave."""
         start = self.end if self.request.is_early else numpy.full(len(self.costs), self.end[0])
         passes = self.demands.passes()
         for resource, factors in self.demands.update().items():
@@ -194,7 +194,7 @@ class ScheduleProgram:
             self.linear.at_most([*total, (self.step, -1.0)], 0.0)
 
     def _leaving(self, begin: Array) -> None:
-        """Activations leave one after the other, and no group runs before those of the second before it are gone."""
+        """Let activations leave one after the other, those of a group before the second group after it runs."""
         link = self.request.machine.link
         assert link is not None
         down = (self.columns["activations_host"], self.demands.kept / link.down)
@@ -214,8 +214,8 @@ class ScheduleProgram:
         return {resource: (columns, is_there * (GIGA / rate)) for resource, rate in rates.items()}
 
     def _brought(self) -> None:
-        """Backward has what it needs when it comes to a group: parameters, which the last group has from forward, and
-        activations, which have room when backward has done with the second group after it."""
+        """Bring what backward needs before it reaches a group: parameters, which the last group has from forward, and
+        activations, which have room once backward has finished the second group after it."""
         link = self.request.machine.link
         if link is None:
             return

@@ -371,7 +371,7 @@ def _merge(costs: Sequence[GroupCost]) -> GroupCost:
 
 
 def _added(costs: Sequence[Any]) -> Any:
-    """Groups run one after the other: what is left of them adds up, what one needs while it runs does not."""
+    """Return the costs of groups that run one after the other: what stays adds up, working memory does not."""
     numbers = [field.name for field in fields(costs[0]) if field.type == "float"]
     columns = {name: [getattr(cost, name) for cost in costs] for name in numbers}
     return replace(costs[0], **{name: max(of) if name in LARGEST else sum(of) for name, of in columns.items()})

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy
 
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import count_text, size_text
 from zerostd.planning.demands import NUM_BUFFERS, STATES, WHOLE, GroupShares, any_choice, states_of, staying
 from zerostd.planning.linear import Array, Infeasible, Term
 from zerostd.planning.profiles import ModelProfile
@@ -173,7 +173,7 @@ def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[
 
 
 def enlargements(request: PlanRequest) -> list[dict[Tier, float]]:
-    """Return the bytes that would be enough, in the ways there are: the fewest in all, and of each tier alone."""
+    """Return the enlargements of the budget that would be enough: the fewest in all, and of each tier alone."""
     least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
     fewest = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
     alone = [_in_whole_groups(request, (tier,)) for tier in request.limits if {*fewest} != {tier}]
@@ -184,7 +184,9 @@ def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]
     """Return what a request is refused with; `counted` are bytes that are enough by account, the fewest first."""
     larger = counted or enlargements(request)
     least = counted[0] if counted else {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
-    limits = ", ".join(f"{size_text(size)} of the {tier.value}" for tier, size in request.limits.items())
+    limits = " and ".join(
+        f"{size_text(size) if size else 'nothing'} of the {tier.value}" for tier, size in request.limits.items()
+    )
     if least:
         where = f"at least {_of_tiers(least)} is missing"
     else:
@@ -192,8 +194,8 @@ def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]
         largest = max(cost.gathered for cost in request.costs)
         where = f"{whole} is missing, because groups move as a whole (the largest has {int(largest)} bytes)"
     return (
-        f"no placement fits {request.model.numel / 1e9:.4g} B parameters at stage {request.stage.value} on "
-        f"{request.world_size} rank(s) into {limits} each: {where}. What would fit: "
+        f"no placement fits {count_text(request.model.numel)} parameters at stage {request.stage.value} on "
+        f"{request.world_size:,} rank{'s' * (request.world_size > 1)}, each with {limits}: {where}. What would fit: "
         + "; or ".join(_changes(request, larger))
     )
 
@@ -249,10 +251,14 @@ def recomputed_bytes(model: ModelProfile) -> int | None:
 
 
 def _of_tiers(sizes: Mapping[Tier, float]) -> str:
-    return " and ".join(f"{size_text(size)} ({int(size)} bytes) of the {tier.value}" for tier, size in sizes.items())
+    return " and ".join(f"{_in_bytes(size)} of the {tier.value}" for tier, size in sizes.items())
+
+
+def _in_bytes(size: float) -> str:
+    return f"{size_text(size)} ({int(size)} bytes)" if size >= 1024 else f"{int(size)} bytes"
 
 
 def _larger(request: PlanRequest, by: Mapping[Tier, float]) -> str:
     each = " for each rank" if request.ranks_beside > 1 else ""
-    parts = [f"Budget({tier.value}=...) larger by {size_text(size)} ({int(size)} bytes)" for tier, size in by.items()]
+    parts = [f"Budget({tier.value}=...) larger by {_in_bytes(size)}" for tier, size in by.items()]
     return " and ".join(parts) + each

@@ -74,8 +74,8 @@ class StepSimulation:
         self.speeds: dict[Any, dict[str, float]] = {}  # by what is running: it is the same again and again
 
     def land(self, group: int, *, last: bool, adds: bool) -> None:
-        """A group's gradient is there, on the device or on its way to the host; in the last pass its update follows.
-        With `adds` it is added to what is kept there, which comes up for that."""
+        """Take a group's gradient, which stays on the device or goes to the host; in the last pass its update follows.
+        With `adds` it is added to what is kept there, which is read for that."""
         cost = self.costs[group]
         share = self.shares[group]
         updates = last and self.request.is_early
@@ -214,7 +214,7 @@ class StepSimulation:
         self.note("wait", group, begun)
 
     def note(self, worker: str, group: int, begun: float, name: str = "") -> None:
-        """Keep what has just ended for the timeline."""
+        """Record work that has just ended for the timeline."""
         if self.now > begun + EPSILON:
             group_name = self.costs[group].name if 0 <= group < len(self.costs) else ""
             self.spans.append((worker, name, group_name, begun, self.now))
@@ -359,7 +359,7 @@ class ActivationTraffic:
             self.leaving.append(group)
 
     def has_room(self, group: int) -> bool:
-        """Return whether what is leaving may do so while groups from this one on run: if it is no more than will stay
+        """Return whether activations may still leave while groups from this one on run: if it is no more than will stay
         of them. Otherwise only the last one's is, or two while groups run that send nothing, none when the last did."""
         to_come = [size for size in self.stays[group:] if size is not None]  # of groups that send nothing
         if sum(self.sizes[leaving] for leaving in self.leaving) <= sum(to_come):
@@ -370,7 +370,7 @@ class ActivationTraffic:
         return group == len(self.sizes) or len(self.leaving) < NUM_BUFFERS
 
     def want(self, group: int) -> None:
-        """Backward comes to a group: what is away of it and of the next one is needed, more may come."""
+        """Handle backward coming to a group: what is away of it and of the next one is needed, more may come."""
         stays = self.stays[group]
         num_needed = NUM_BUFFERS
         if stays is not None:

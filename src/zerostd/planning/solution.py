@@ -161,8 +161,8 @@ def refit(
 ) -> PlanRequest:
     """Return the request with compute and rates as they were observed under a plan with these homes and ways.
 
-    What a worker was seen to take is held against what it takes in the simulation of the same plan, and the rate it
-    leans on is changed by that ratio. What it shares with others is in the simulation too, so it is not counted twice.
+    The observed busy time of each worker is divided by its time in a simulation of the same plan, and the rate that
+    limits the worker is changed by that ratio. The simulation includes contention, so it is not counted twice.
     """
     request = replace(request, model=_as_observed(request, homes, observed, way_of_group))
     model = request.model

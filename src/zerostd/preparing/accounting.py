@@ -61,8 +61,7 @@ def _gradient_bytes(plan: FlatPlan) -> int:
 
 
 def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
-    """Return the bytes of host memory that what rests on disk passes through and is unpacked in, and those of its
-    checksums."""
+    """Return the bytes of host memory that state on disk needs: for transfers, for unpacking and for checksums."""
     slots = _slots(plans)[Tier.HOST]
     extents = [
         num_bytes
@@ -116,7 +115,7 @@ def _secondary(plans: Sequence[FlatPlan]) -> int:
 
 
 def _wires(trained: Sequence[FlatPlan], rules: Rules) -> int:
-    """Return the bytes that gradients are received in, and those of what coding loses of them."""
+    """Return the bytes of receive buffers for gradients, and of what their codes lose."""
     if rules.size * rules.num_replicas == 1:
         return 0
     largest = max((plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained), default=0)

@@ -15,7 +15,7 @@ import torch
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import percent_text, plain_seconds, size_text
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.policy import Kind, Placement, Stage, Tier
 from zerostd.preparing.accounting import predict
@@ -28,7 +28,7 @@ log = logging.getLogger("zerostd")
 
 
 def announce(settings: Settings, world: World) -> None:
-    """Say what was decided."""
+    """Log the decisions in one line."""
     if world.rank == 0:
         _say(summary(settings, world))
 
@@ -57,7 +57,7 @@ def summary(settings: Settings, world: World) -> str:
     if plan is not None:
         sizes = [f"{size_text(plan.predicted.total(tier))} {tier.value}" for tier in Tier if plan.predicted.total(tier)]
         parts += ["planned " + ", ".join(sizes)] if sizes else []
-        parts += [f"a step in {plan.predicted.step_s:.3g} s"] if plan.predicted.step_s else []
+        parts += [f"a step in {plain_seconds(plan.predicted.step_s)}"] if plan.predicted.step_s else []
     return "; ".join(parts)
 
 
@@ -93,11 +93,11 @@ def _home(placement: Placement, kind: Kind) -> str:
     shares = placement.shares(kind)
     if len(shares) == 1:
         return f"the {next(iter(shares)).value}"
-    return ", ".join(f"{tier.value} {share:.0%}" for tier, share in shares.items())
+    return ", ".join(f"{tier.value} {percent_text(share)}" for tier, share in shares.items())
 
 
 def warn_of_idle_accelerator(settings: Settings, world: World) -> None:
-    """Warn if the model trains on the CPU although there is an accelerator and nobody asked for the CPU."""
+    """Warn if the model trains on the CPU although there is an accelerator and the CPU was not asked for."""
     is_asked_for = settings.device is not None or settings.servers is not None
     if world.device.type == "cpu" and not is_asked_for and torch.accelerator.is_available():
         name = torch.accelerator.current_accelerator()

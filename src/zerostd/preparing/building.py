@@ -144,7 +144,7 @@ def _join(settings: Settings, device: torch.device, named: Mapping[str, nn.Param
 
 
 def _demand(plans: list[list[FlatPlan]]) -> Demand:
-    """Return the bytes of model state, and of the host memory that what is on disk passes through."""
+    """Return the bytes of model state, and of the host memory through which state on disk passes."""
     need = demand(plans)
     need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
     return need
@@ -211,7 +211,7 @@ def _parts(need: Demand, tier: Tier) -> str:
 
 
 def _first_values(named: Mapping[str, nn.Parameter], wires: Wires, seed: int) -> ValueOf:
-    """Return what gives parameters their first values: those of rank 0, or made from a seed that all ranks share."""
+    """Return the source of first values: rank 0, or a seed that all ranks share."""
     device = wires.world.device
     seeds = draw_seeds(((name, p) for name, p in named.items() if p.device.type == "meta"), seed=seed)
 

@@ -15,6 +15,7 @@ import torch
 
 from zerostd.errors import PrepareError
 from zerostd.kernels import Moment, column_bytes
+from zerostd.monitoring.texts import percent_text
 from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.state_shard import BLOCK, HIGH, LOW, MASTER
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards, splits_masters
@@ -343,8 +344,8 @@ def _explain_far(groups: list[list[FlatPlan]], kind: Kind, placement: Placement)
     part = sizes[largest] / sum(sizes.values())
     return (
         f"Placement({kind.value}={getattr(placement, kind.value)!r}) is not possible: whole parameters stay in one "
-        f"tier, and {largest!r} alone is {part:.0%} of the {kind.value}. The nearest is {nearest}: use that, or "
-        "one tier"
+        f"tier, and {largest!r} alone is {percent_text(part)} of the {kind.value}. The nearest is {nearest}: use that, "
+        "or one tier"
     )
 
 

@@ -115,7 +115,7 @@ def for_role(settings: Settings, world: World) -> Settings:
 
 
 def check_placement(settings: Settings, placement: Placement) -> None:
-    """Refuse what cannot be honoured, before anything is looked at."""
+    """Refuse placements that cannot be honoured, before looking at the model."""
     if not settings.has_optimizer and set(placement.shares(Kind.OPTIMIZER_STATES)) != {Tier.DEVICE}:
         raise PrepareError(
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know its states: "
@@ -194,7 +194,7 @@ def _check_secondary(settings: Settings, placement: Placement) -> None:
 
 
 def _check_codec(settings: Settings, placement: Placement) -> None:
-    """Refuse codecs that there are not, that nobody allowed, or that do not go with other options."""
+    """Refuse codecs that do not exist, that were not allowed, or that conflict with other options."""
     if not isinstance(placement.codec, Mapping):
         raise PrepareError(f"Placement(codec={placement.codec!r}) must be a dict, such as {{'reduce': 'int8'}}")
     for name, codec in placement.codec.items():

@@ -221,7 +221,7 @@ class PlanSearch:
         raise PrepareError(refusal)
 
     def propose_untried(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
-        """Return a plan for a batch that nobody knows, with a part of the device left to its activations; without,
+        """Return a plan for an unknown batch, with a part of the device left to its activations; without,
         where nothing else fits."""
         part = 1.0 if self.settings.budget.device is None else 1.0 - FOR_ACTIVATIONS  # else it is left already
         less: dict[Tier, int] = {**limits, Tier.DEVICE: int(limits[Tier.DEVICE] * part)}

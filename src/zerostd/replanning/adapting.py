@@ -77,7 +77,7 @@ class Adapter(StepObserver):
             runtime.hooks.renew()
 
     def before_forward(self) -> None:
-        """A forward of training begins."""
+        """Called when a forward of training begins."""
         passes = self.runtime.backward.passes
         if passes.num_steps != self._pace.step:
             self._begin_step(passes.num_steps)
@@ -87,12 +87,12 @@ class Adapter(StepObserver):
         self._follow_input()
 
     def after_backward(self) -> None:
-        """A backward pass has ended. The first step makes states only now, which would hide what the pass took."""
+        """Called when a backward pass has ended, before the first step makes states, which hide what the pass took."""
         if self.plan.is_untried:
             self.meter.note_pass()
 
     def after_release(self) -> None:
-        """The model is an ordinary one again."""
+        """Called when the model is an ordinary one again."""
         self.meter.cap(is_on=False)
 
     def _begin_step(self, step: int) -> None:
@@ -112,7 +112,7 @@ class Adapter(StepObserver):
         elif self._ranking is not None and step % EVERY:
             self._take_candidates()
         elif self._is_first_look:
-            self._begin_watch("after the first steps")
+            self._begin_watch("the first steps were measured")
         elif step % EVERY == 0:
             self._check()
         elif step == 1 and self.runtime.world.size == 1:
@@ -160,7 +160,7 @@ class Adapter(StepObserver):
             if all(is_held):
                 self._start(plan)
                 return
-        self._revise("after the first pass", self._report())
+        self._revise("the first pass was measured", self._report())
         if self.plan.is_untried:  # nothing fits better
             what = "a pass like the first one, beside the optimizer states"
             refusals: list[str] = control.collect(self._room.refusal(self.plan, what))
@@ -296,7 +296,7 @@ class Adapter(StepObserver):
         trials = self._trials
         self._trials = None
         winner = trials.winner()
-        text = "; ".join(f"{trial.name}: {trial.measured_s:.3g} s" for trial in winner.trials)
+        text = "; ".join(f"{trial.measured_s:.3g} s with {trial.name}" for trial in winner.trials)
         log.info("tried plans after step %d (%s); the first is kept: %s", self._pace.step, trials.why, text)
         self._pace.replaced = None if is_same(winner, trials.present) else (trials.present, trials.present_s)
         self._choose(winner, trials.present, trials.why)

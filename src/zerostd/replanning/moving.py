@@ -177,7 +177,7 @@ class HomeMove:
         return not self._left and not self._next
 
     def take_ahead(self, most_bytes: float = math.inf) -> None:
-        """Let a thread take the memory of the flats that move next: of so many bytes inside the limits, or of one."""
+        """Let a thread allocate memory for the flats that move next, up to `most_bytes` or the limits; at least one."""
         total = 0
         held = Counter(self._runtime.ledger.held)
         while self._left:
@@ -240,7 +240,7 @@ class HomeMove:
         give_back()
 
     def _renew(self) -> None:
-        """Let updates and hooks follow what has moved."""
+        """Let updates and hooks follow the flats that moved."""
         runtime = self._runtime
         optimizer = runtime.optimizer
         assert optimizer is not None

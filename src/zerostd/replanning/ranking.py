@@ -65,7 +65,7 @@ class Ranking:
         log.warning("the plan is kept after step %d (%s): %s", step, self.reason, error)
 
     def is_done(self) -> bool:
-        """Return whether the first rank has found what there is."""
+        """Return whether the first rank has finished ranking."""
         return all(self._runtime.gatherer.control.collect(self._work.has_arrived()))
 
     def plans(self) -> tuple[Plan | None, list[Plan]]:

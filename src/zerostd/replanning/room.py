@@ -11,7 +11,7 @@ import logging
 from dataclasses import replace
 
 from zerostd.engine.runtime import Runtime
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import rate_text, size_text
 from zerostd.planning import ModelProfile, Plan
 from zerostd.policy import Tier
 from zerostd.preparing.options import ways_for
@@ -43,7 +43,7 @@ class PassRoom:
         return self.profile
 
     def holds(self, plan: Plan, times: float = 1.0) -> bool:
-        """Return whether model state and activations of a plan fit on the device, for so many times the batch."""
+        """Return whether model state and activations of a plan fit on the device, for a batch `times` as large."""
         limits = self._meter.limits()
         limits[Tier.DEVICE] -= int(times * self._activations_of(plan))
         return self._search.fits(plan, limits)
@@ -71,7 +71,7 @@ class PassRoom:
         self.profile = scaled_profile(self.profile, times)
         if is_held:
             return True
-        self.why_grown = f"a batch is {times:.3g} times as large as any before"
+        self.why_grown = f"a batch is {rate_text(times)} times as large as any before"
         log.info("%s, and does not fit the plan: groups are recomputed until the plan changes", self.why_grown)
         self.recompute()
         return self.holds(self._recomputing(plan))

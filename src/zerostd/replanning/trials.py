@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zerostd.monitoring.texts import percent_text
 from zerostd.planning import Plan, Trial
 from zerostd.policy import Route, Tier
 
@@ -69,14 +70,16 @@ def name_of(plan: Plan) -> str:
     homes = list(plan.homes.values())
     shares = {tier: sum(part for home in homes for where, _, part in home.states if where is tier) for tier in Tier}
     total = sum(shares.values()) or 1.0
-    words = [f"{share / total:.0%} of states on the {tier.value}" for tier, share in shares.items() if share > 0.005]
+    parts = {tier.value: share / total for tier, share in shares.items() if share > 0.005}
+    states = [f"{'all' if part == 1 else percent_text(part)} on the {tier}" for tier, part in parts.items()]
+    words = [f"states {', '.join(states)}"] if states else []
     off = sum(part for home in homes for tier, _, part in home.states if tier is not Tier.DEVICE)
     by_cpu = sum(part for home in homes for _, route, part in home.states if route is Route.CPU)
     if off:
-        words.append(f"{by_cpu / off:.0%} of those off it by the CPU")
+        words.append(f"the CPU updates {percent_text(by_cpu / off)} of what is off the device")
     tiers = sorted({home.gradients for home in homes} - {Tier.DEVICE}, reverse=True)
     words += [f"gradients on the {tier.value}" for tier in tiers]
     ways = sorted({way for way in plan.activations.values() if way != "keep"})
     words += [f"activations: {' and '.join(ways)}"] if ways else []
-    words += ["speculating"] if plan.speculate else []
+    words += ["speculative updates"] if plan.speculate else []
     return ", ".join(words)

@@ -1,4 +1,4 @@
-"""What steps show to whoever looks on: how long they take and where, how often they clip, and what groups keep."""
+"""Observations of steps: how long they take and where, how often they clip, and what groups keep."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StepWatch:
         runtime.gatherer.timer.start()
 
     def is_over(self, step: int) -> bool:
-        """Whether enough steps were seen when `step` begins."""
+        """Return whether enough steps were seen when `step` begins."""
         is_over = step >= self._first + NUM_WATCHED
         if not is_over:
             self._runtime.gatherer.timer.cut()
@@ -107,25 +107,25 @@ class Pace:
         self._times: list[float] = []  # seconds of the steps since the last check
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         now = time.perf_counter()
         self._times.append(now - self._begun)
         self.step = step
         self._begun = now
 
     def begin_round(self) -> None:
-        """Trials begin."""
+        """Note that trials begin."""
         self.num_rounds += 1
         self.next_search = self.step + 2**self.num_rounds * EVERY
 
     def restart(self) -> None:
-        """Another plan is obeyed: what steps took does not count for it."""
+        """Begin to watch another plan: earlier steps do not count for it."""
         self.usual_s = None
         self._times = []
         self._begun = time.perf_counter()
 
     def clear(self) -> None:
-        """A check was made: a plan that was not worse in it stays."""
+        """Note that a check was made: a plan that was not slower stays."""
         if len(self._times) >= NUM_JUDGED:
             self.replaced = None
         self._times = []
@@ -159,7 +159,7 @@ class ClipCounter:
         self.reason = ""  # why another plan may be better
 
     def note(self) -> None:
-        """A step was taken."""
+        """Note that a step was taken."""
         optimizer = self._runtime.optimizer
         offload = None if optimizer is None else optimizer.updater.offload
         if offload is not None and offload.last_factor is not None:
@@ -176,7 +176,7 @@ class ClipCounter:
         return len(self._clipped) == NUM_USUAL and all(self._clipped)
 
     def has_changed(self, may_speculate: bool, *, speculates: bool) -> bool:
-        """Whether speculation is of no use any more, or would be again."""
+        """Return whether speculation stopped being useful, or would be useful again."""
         if not may_speculate or len(self._clipped) < NUM_USUAL:
             return False
         if speculates and all(self._clipped):
@@ -207,7 +207,7 @@ def counted_profile(runtime: Runtime) -> ModelProfile | None:
 
 
 def scaled_profile(profile: ModelProfile, times: float) -> ModelProfile:
-    """Return a model whose activations are so many times as large."""
+    """Return a model whose activations are `times` as large."""
     groups = (
         replace(group, kept_bytes=times * group.kept_bytes, boundary_bytes=times * group.boundary_bytes)
         for group in profile.groups

@@ -95,7 +95,7 @@ def losses(steps: Steps) -> dict[str, Any]:
 
 
 def curves(steps: Steps) -> list[dict[str, Any]]:
-    """Return what else of the steps gets a chart: gradient norm, learning rate, tokens or samples a second."""
+    """Return the other numbers of steps that get a chart: gradient norm, learning rate, tokens or samples a second."""
     values = {"gradient norm": _by_step(steps, "grad_norm"), "learning rate": _by_step(steps, "lr")}
     for name in ("tokens", "samples"):
         rates = {number: _rates({number: step}, name) for number, step in steps.items()}

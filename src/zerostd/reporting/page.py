@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from zerostd.monitoring.texts import rate_text, seconds_text, size_text
+from zerostd.monitoring.texts import rate_text, seconds_text, size_text, value_text
 from zerostd.policy import Tier
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -113,11 +113,15 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
+def _sign(percent: float) -> str:
+    return "" if percent == 0 else MINUS if percent < 0 else "+"
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "bytes": lambda size: size_text(size) if size else "0 B",
     "count": "{:,}".format,
-    "error": lambda percent: f"{MINUS if round(percent, 1) < 0 else '+'}{abs(percent):,.1f} %",
-    "loss": lambda value: f"{value:.4g}".replace("-", MINUS),  # or a quality
+    "error": lambda percent: f"{_sign(round(percent, 1))}{abs(percent):,.1f} %",
+    "loss": lambda value: value_text(value).replace("-", MINUS),  # or a quality
     "plain": _plain,
     "rate": rate_text,
     "seconds": seconds_text,

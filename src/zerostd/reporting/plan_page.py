@@ -49,6 +49,7 @@ def plan_page(title: str, plan: Plan, others: Sequence[Plan]) -> str:
         "others": [
             dict(_cost(other)) | {"limit": short_size(other.limits[Tier.DEVICE])} for other in _by_limit(others)
         ],
+        "chosen": sum(other.limits[Tier.DEVICE] < plan.limits[Tier.DEVICE] for other in _by_limit(others)),
         "timeline": _simulated(plan),
     }
     data = {"others": report["others"], "runs": [{"timeline": {"steps": report["timeline"]}}]}

@@ -25,7 +25,7 @@ WITHOUT = "without activations"  # a part of the device's bytes
 
 
 def plans(run: Run, steps: Steps) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return each plan with what came of it, in order; and notices about those that cannot be read."""
+    """Return each plan with its measured results, in order; and notices about those that cannot be read."""
     recorded = next((log.of(PlanLine) for log in run.ranks if log.of(PlanLine)), [])  # of the first rank with plans
     written = [(f"the plan of step {line.step}", line) for line in sorted(recorded, key=lambda line: line.step)]
     if run.info.plan is not None:

@@ -83,7 +83,7 @@ class PendingNumber:
             self._arrived = Timestamp(value.device)
 
     def has_arrived(self) -> bool:
-        """Whether the host has the value, so that `float` of this does not wait."""
+        """Return whether the host has the value, so that `float` of this does not wait."""
         return self._arrived is None or self._arrived.has_passed()
 
     def __float__(self) -> float:
@@ -101,7 +101,7 @@ class _Step:
     has_events: bool = False
 
     def is_over(self, spans: list[Span]) -> bool:
-        """Whether the device has come past all of it, its spans included."""
+        """Return whether the device has finished the step, including its spans."""
         stamps = [self.ended, *(span.ended for span in spans if span.ended is not None)]
         have_passed = all(stamp.has_passed() for stamp in stamps)
         return have_passed and all(number.has_arrived() for number in self.numbers.values())
@@ -117,7 +117,8 @@ class Recording(StepObserver):
         self._device = runtime.world.device
         self._steps: list[_Step] = []  # the last one may still get numbers
         self._spans: list[Span] = []  # of steps that are not written yet; updates end in the step after theirs
-        self.waited: float | None = None  # part of the last recorded step in which the loop waited
+        self.waited: float | None = None  # part of the recorded steps so far in which the loop waited
+        self._waits = (0.0, 0.0)  # seconds of these waits, and of these steps
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -175,7 +176,7 @@ class Recording(StepObserver):
     # Between steps
 
     def after_step(self) -> None:
-        """Keep what is known of the step that was taken, and write what the device has done of earlier ones."""
+        """Keep the numbers of the step that was taken, and write earlier steps that the device has finished."""
         now = Timestamp(self._device)
         events = self._runtime.ledger.events
         step = _Step(self._runtime.backward.passes.num_steps, self._begun, now, has_events=events.is_on)
@@ -193,7 +194,8 @@ class Recording(StepObserver):
             self._plan = plan
             self._leaks.start(step.number + 1)
             if plan is not None:
-                reason = plan.notes[-1] if plan.notes else ""
+                revisions = [note for note in plan.notes if note.startswith("Revised after step")]
+                reason = revisions[-1] if revisions else "a candidate, tried in real steps"
                 self._write_line(records.PlanLine(step.number, json.loads(plan.to_json()), reason))
         self._begun = now
         self._choose_next(step.number)
@@ -246,7 +248,9 @@ class Recording(StepObserver):
             elif span.name in COMPUTES:
                 busy.setdefault("device", []).append((begun, ended))
         most = end - start  # no more than the line of the step says
-        self.waited = min(1.0, sum(waiting.values()) / max(most, 1e-9))
+        waited_s, steps_s = self._waits
+        self._waits = (waited_s + sum(waiting.values()), steps_s + most)
+        self.waited = min(1.0, self._waits[0] / max(self._waits[1], 1e-9))
         covered = {lane: min(most, covered_seconds(times)) for lane, times in busy.items()}
         self._write_line(records.SecondsLine("waiting", step.number, waiting))
         self._write_line(records.SecondsLine("busy", step.number, covered))

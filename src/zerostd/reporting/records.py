@@ -135,7 +135,7 @@ class Named(Struct, frozen=True, omit_defaults=True):
 
 
 class RunInfo(Struct, frozen=True, kw_only=True):
-    """The fields of run.json. `plan` is checked by whoever reads it."""
+    """The fields of run.json. The reader of `plan` checks it."""
 
     format: int
     zerostd: str = ""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerostd.monitoring.texts import size_text
+from zerostd.monitoring.texts import plain_seconds, size_text
 from zerostd.reporting import numbers
 from zerostd.reporting.plans import plans
 from zerostd.reporting.records import MemoryLine, QualityLine, Run, tidy_text
@@ -78,7 +78,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _setting(value: Any) -> str | int | bool | None:
-    """Return whole numbers, true, false and null as they are, and everything else as a text."""
+    """Return whole numbers, true, false and null unchanged, and everything else as a text."""
     if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**53):
         return value
     return tidy_text(value if isinstance(value, str) else repr(value))
@@ -104,11 +104,11 @@ def _coded(run: Run) -> Iterator[str]:
         ratio = f" ({size / held:.2f} to 1)" if held else ""
         yield f"{what} of {size_text(size)} are kept as codes in {size_text(held)}{ratio}."
     if unpacking_s := sum(line.unpacking for line in lines):
-        yield f"Unpacking parameters took {unpacking_s:.3g} s of processor time."
+        yield f"Unpacking parameters took {plain_seconds(unpacking_s)} of processor time."
 
 
 def _thinned(run: Run, report: dict[str, Any], num_leaks: int) -> Iterator[str]:
-    """Yield a notice for whatever is drawn with less than there is."""
+    """Yield a notice for each chart or table that does not show everything."""
     loss = report["losses"]
     num_points = max(curve["count"] for curve in (loss, *report["quality"]))
     if num_points > numbers.MOST_POINTS:

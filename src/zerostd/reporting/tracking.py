@@ -20,7 +20,7 @@ from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.monitoring.progress import ProgressBar
-from zerostd.monitoring.texts import rate_text, seconds_text, size_text
+from zerostd.monitoring.texts import percent_text, rate_text, seconds_text, size_text, value_text
 from zerostd.reporting.recording import EVERY, PendingNumber, Recording, record
 
 LINE_EVERY_S = 10.0
@@ -140,17 +140,19 @@ class Tracker(Generic[Batch]):
             print(f"training {number}/{self._total or '?'} {self._text()}", file=sys.stderr, flush=True)
 
     def _text(self) -> str:
-        parts = [f"{name} {value:.4g}" for name, value in self._shown.items() if name not in ("samples", "tokens")]
+        logged = {name: value for name, value in self._shown.items() if name not in ("samples", "tokens")}
+        parts = [f"{name} {value_text(value)}" for name, value in logged.items()]
         step_s = self._step_s or 0.0
         parts.append(f"{seconds_text(step_s)}/step")
         counted = [name for name in ("tokens", "samples") if self._shown.get(name) and step_s]
-        parts += [f"{rate_text(self._shown[name] / step_s)} {name}/s" for name in counted[:1]]
+        num_ranks = self._runtime.world.size  # with batches of one size, as on the page
+        parts += [f"{rate_text(num_ranks * self._shown[name] / step_s)} {name}/s" for name in counted[:1]]
         held = Counter[str]()
         for (tier, _), size in self._runtime.ledger.now.items():
             held[tier.value] += size
         parts += [f"{tier} {size_text(size)}" for tier, size in held.items() if size]
         if self.recording is not None and self.recording.waited is not None:
-            parts.append(f"waiting {self.recording.waited:.0%}")
+            parts.append(f"waiting {percent_text(self.recording.waited)}")
         return ", ".join(parts)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from zerostd.monitoring.texts import percent_text
+
 BOUND_BY = {
     "device": "compute on the device",
     "cpu": "updates on the CPU",
@@ -17,7 +19,7 @@ BOUND_BY = {
 }
 TRY = {  # by what the loop waits for
     "updates": "Try more tokens per step, accumulate=, or a share of the states on the device.",
-    "parameters": "Try parameters on the device, stage 2 instead of 3, or larger groups.",
+    "parameters": "Try parameters on the device, or larger groups.",
     "gradients": "Try gradients on the device.",
 }
 WORTH_SAYING = 0.05  # of a step
@@ -37,11 +39,12 @@ def _bound(run: dict[str, Any]) -> Iterator[str]:
         yield f"{run['speed']['steps']:,} steps were recorded, but no events."
         return
     first = max(busy, key=lambda name: busy[name])
-    yield f"Bound by {BOUND_BY.get(first, first)}, busy {min(1.0, busy[first]):.0%} of a step."
+    yield f"Bound by {BOUND_BY.get(first, first)}, busy {percent_text(min(1.0, busy[first]))} of a step."
     waited = sum(waits.values())
     cause = max(waits, key=lambda name: waits[name], default="")
     if waited >= WORTH_SAYING:
-        yield f"The loop waits {min(1.0, waited):.0%} of a step, mostly for {cause}. {TRY.get(cause, '')}".rstrip()
+        share = percent_text(min(1.0, waited))
+        yield f"The loop waits {share} of a step, mostly for {cause}. {TRY.get(cause, '')}".rstrip()
     elif first == "device":
         yield "Offloading costs almost no time."
 
@@ -52,7 +55,7 @@ def _more_memory(run: dict[str, Any]) -> Iterator[str]:
     savings = {row["tier"]: (row["saved_s_per_gib"] or 0.0) / step_s for row in prices if step_s}
     tier = max(savings, key=lambda name: savings[name], default=None)
     if tier is not None and savings[tier] >= WORTH_SAYING / 5:
-        yield f"One more GiB of {tier} memory would save about {min(1.0, savings[tier]):.0%} of a step."
+        yield f"One more GiB of {tier} memory would save about {percent_text(min(1.0, savings[tier]))} of a step."
 
 
 def _trouble(run: dict[str, Any]) -> Iterator[str]:

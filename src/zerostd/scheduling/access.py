@@ -90,7 +90,7 @@ class ParameterAccess:
         self._gradients.check_unlocked(call)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the parameter itself, if it shows its values then, else a copy of them outside autograd."""
+        """Return the parameter itself if it shows its values, otherwise a copy of them outside autograd."""
         group, flat, index = self.places[parameter]
         if group in self._held:
             return flat.shown(index, self._held[group][flat])
@@ -132,7 +132,7 @@ class ParameterAccess:
 
     @contextlib.contextmanager
     def watched(self, parameter: nn.Parameter, *, gives_view: bool) -> Iterator[None]:
-        """Tell a write to a parameter that is half of its master from what was there before."""
+        """Detect a write to a parameter that is half of its master."""
         group, flat, index = self.places[parameter]
         is_elsewhere = flat in self._before or self._read_only is not None  # the end of the context tells
         if not flat.holds_halves or is_elsewhere or (gives_view and self.active):

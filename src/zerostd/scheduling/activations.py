@@ -81,7 +81,7 @@ class Activations:
         self.counter.is_on = True
 
     def change(self, ways: Mapping[str, Way]) -> None:
-        """Do something else with activations from the next forward on."""
+        """Change what groups do with activations from the next forward on."""
         self._undo.close()
         self.counter.recomputed.clear()
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in self._gatherer.groups}

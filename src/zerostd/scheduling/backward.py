@@ -45,7 +45,7 @@ class GroupUpdates(Protocol):
 
 
 class BackwardPass:
-    """How far the pass that runs now has come, group by group."""
+    """Tracks the progress of the running pass, group by group."""
 
     def __init__(self, order: Sequence[Group]) -> None:
         self.gradients = {group: GroupGradients(group) for group in order}  # in the order in which they are sent
@@ -58,7 +58,7 @@ class BackwardPass:
         self._to_send = list(self.gradients.values())[::-1]
 
     def is_complete(self, group: Group) -> bool:
-        """Whether all gradients of a group are here; always, if none of it trains."""
+        """Return whether all gradients of a group are here; always, if none of it trains."""
         return group not in self.gradients or self.gradients[group].num_missing == 0
 
     def next_to_send(self, *, only_complete: bool) -> GroupGradients | None:
@@ -151,7 +151,7 @@ class Backward:
         return self.is_syncing and (self.passes.is_last or not self.gatherer.wires.world.is_worker)
 
     def begin(self, trainer: threading.Thread | None = None) -> BackwardPass:
-        """Begin a pass, if none is running: by the thread `trainer`, or by this one. Its first sign may be any hook."""
+        """Begin a pass of the thread `trainer`, by default this one, if none is running. Any hook may come first."""
         turn = self.gatherer.turn
         if self._pass is not None:
             if trainer is not None:
@@ -317,7 +317,7 @@ class Backward:
         return trained in self._used and trained.parameter.grad is not None
 
     def _learn_order(self, completed: list[Group]) -> None:
-        """From now on reduce in the order in which rank 0 saw groups complete, and update in the order in which it
+        """Reduce from now on in the order in which rank 0 saw groups complete, and update in the order in which it
         needed them. Ranks that saw another order follow: what matters is that all have the same."""
         groups = self.gatherer.groups
         index = {group: position for position, group in enumerate(groups)}

@@ -1,4 +1,4 @@
-"""What autograd saves in each group's forward, counted in the passes in which somebody asks for it.
+"""What autograd saves in each group's forward, counted only in passes for which it is asked.
 
 A pack hook looks on and hands what is saved to whoever packs it at that moment: torch's checkpointing, or nobody. So a
 recomputed group shows what it would keep, and keeps nothing. Each storage counts once, in the group that saves it

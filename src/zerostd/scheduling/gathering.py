@@ -96,7 +96,7 @@ class Gatherer:
 
     def start_gather(self, group: Group, *, is_ahead: bool = False) -> None:
         """Start gathering a released group; nothing to do for others. A rank by itself leaves one that does not fit
-        on the device, if nobody needs it yet."""
+        on the device, if it is not needed yet."""
         if group.state is not GroupState.RELEASED:
             return
         self.wait_updates(group)
@@ -112,7 +112,7 @@ class Gatherer:
                     group.start_gather(at_once=self._is_streaming)
 
     def _make_room(self, group: Group) -> None:
-        """Give back what can be given back on the device; see [Note: short of device memory]."""
+        """Free everything that can be freed on the device; see [Note: short of device memory]."""
         device = self.wires.world.device
         self.wires.ledger.retries.count("gathering", "out of device memory", f"group {group.name!r}")
         self.is_short = True
@@ -199,12 +199,12 @@ class Gatherer:
             self.start_gather(group)
 
     def check_unpinned(self, groups: Iterable[Group]) -> None:
-        """Raise if somebody holds the values of a group that is to be updated."""
+        """Raise if the values of a group to be updated are held."""
         if any(group.num_pins for group in groups):
             raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
 
     def begin(self, phase: LoopPhase) -> None:
-        """Begin a pass: the next group needed is its first, and the one that was first last time may start."""
+        """Begin a pass. The group that was first in the last such pass may start."""
         self._last[phase] = None
         self._is_streaming = False
         if phase is LoopPhase.FORWARD:

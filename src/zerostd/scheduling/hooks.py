@@ -258,14 +258,15 @@ class Hooks:
 
 
 def _arrived(backward: weakref.ref[Backward], index: int, parameter: nn.Parameter) -> None:
-    """Hook of a parameter. Python's collector does not see references that parameters hold in C++, so it holds none."""
+    """Handle a gradient that has arrived. Parameters hold this hook in C++, unseen by Python's garbage collector: its
+    references are weak."""
     alive = backward()
     if alive is not None:
         alive.arrived(alive.trained[index], parameter)
 
 
 def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) -> None:
-    """Hook of an output, which holds as little. A gradient that is asked for inside of forward tells nothing."""
+    """Handle a gradient that reached an output; one that forward itself asks for is ignored. References are weak."""
     alive = hooks()
     if alive is not None and not alive._depth:
         activations, size = passed

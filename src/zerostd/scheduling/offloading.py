@@ -77,7 +77,7 @@ class ActivationOffloader:
         return max(0, sum(self._staying_before) - sum(self._staying))
 
     def _let_go(self, num_groups: int, num_bytes: int) -> None:
-        """Let go of what left first, until no more than so many groups or so many bytes are leaving."""
+        """Free what left first, until at most this many groups or bytes are leaving."""
         while len(self._leaving) > num_groups and num_bytes_of(_here(self._leaving)) > num_bytes:
             for activations in _here([self._leaving.popleft()]):
                 if activations not in self._wanted:
@@ -165,7 +165,7 @@ class ActivationOffloader:
     # Slices
 
     def _slice_bytes(self, storage: SavedStorage) -> int:
-        """Bytes of the slice that each of the peers keeps."""
+        """Return the bytes of the slice that each of the peers keeps."""
         size = 1 if self.peers is None else self.peers.world.size
         return -(-storage.num_bytes // (size * SLICE)) * SLICE if size > 1 else storage.num_bytes
 

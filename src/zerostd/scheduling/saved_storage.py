@@ -58,7 +58,7 @@ class SavedStorage:
         return self.block is not None or self.own_slice is not None
 
     def is_spoilt(self) -> bool:
-        """Return whether somebody changed it in place after it was saved."""
+        """Return whether it was changed in place after it was saved."""
         if self.left is not None and version_of(self.left) != self.version:
             self.version = SPOILT
         return self.version == SPOILT
@@ -102,7 +102,7 @@ class GroupActivations:
             storage.is_sent = True
 
     def wait_arrival(self) -> None:
-        """Wait until what is coming back is here."""
+        """Wait until the storage has come back."""
         for arrival in dict.fromkeys(storage.arrival for storage in self.storages):
             arrival.wait()
 

@@ -132,7 +132,7 @@ class Turn:
         check_process(self._process, "a prepared model")
 
     def _wait_for_others(self, *, refuses: bool) -> None:
-        """Wait until nobody has the turn. A forward may itself wait for this thread: a part of it is refused."""
+        """Wait until the turn is free. A forward may itself wait for this thread: a part of it is refused."""
         while self._holder is not None:
             if refuses and self._module is not None and self._is_running():
                 raise MisuseError(
@@ -193,7 +193,7 @@ class Turn:
         self._trainer = None
 
     def _is_running(self) -> bool:
-        """Whether the forward that has the turn is still on the stack of its thread."""
+        """Return whether the forward that has the turn is still on the stack of its thread."""
         frame = sys._current_frames().get(self._holder or 0)
         return frame is not None and (self._module is None or calls_of(self._module, frame) > 0)
 

@@ -74,7 +74,7 @@ class ServedSteps(StepObserver):
         self._numbers = {flat: number for number, flat in enumerate(flats)}
 
     def after_step(self) -> None:
-        """New parameters are expected: ask for them."""
+        """Ask for the new parameters."""
         runtime = self.runtime
         link = link_of(runtime)
         link.wait(link.announce(Message.CALL), "the step of the servers")

@@ -37,7 +37,7 @@ class Box(NamedTuple):
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def moved(self, origin: tuple[int, ...], sign: int = 1) -> Box:
-        """Return it with offsets from elsewhere: of a box that begins at `origin`, in the whole tensor."""
+        """Return the box moved by `origin`, forward or with `sign=-1` back."""
         return Box(tuple(low + sign * by for low, by in zip(self.offsets, origin, strict=True)), self.sizes)
 
 

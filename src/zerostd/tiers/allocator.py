@@ -279,7 +279,7 @@ class Uploader:
         return NUM_BUFFERS * largest_on_disk
 
     def upload(self, source: TierTensor, target: torch.Tensor, name: str, *, at_once: bool = False) -> Transfer:
-        """Start filling `target`, which is on the device and free behind what is in the current stream now, with the
+        """Start filling `target`, which is on the device and free after the work in the current stream, with the
         parameters of the group `name`. With `at_once` nothing else uses the stream up."""
         if source.tensor is not None:
             if source.tensor.data_ptr() == target.data_ptr():

@@ -163,7 +163,7 @@ class Disk:
             file.close()
 
     def close(self) -> None:
-        """Wait for what is under way, give all space back and end the threads. Closing twice is free."""
+        """Wait for pending transfers, give all space back and end the threads. Closing twice is free."""
         if self._finalizer.alive:
             for extent in list(self._extents):
                 while extent in self._extents:

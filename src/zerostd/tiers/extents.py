@@ -119,7 +119,7 @@ class Extent:
 
     @property
     def is_cut(self) -> bool:
-        """Whether somebody has made its file shorter."""
+        """Whether its file was truncated."""
         return self.memory is None and os.fstat(self.scratch_file.fd).st_size < self.start + self.num_bytes
 
     @staticmethod

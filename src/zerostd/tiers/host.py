@@ -115,7 +115,7 @@ class Host:
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory that leaves the CUDA driver before it goes, also when nobody called `free`."""
+    """Anonymous memory that is unregistered from the CUDA driver before it goes, also without a call of `free`."""
 
     registered: tuple[int, torch.device, int] | None = None  # address, device, process
     holders: Holders

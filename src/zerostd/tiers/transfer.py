@@ -69,7 +69,7 @@ class AllOf(Transfer):
 
 
 class StreamEvent(Transfer):
-    """The end of what is in a stream of the device when this is made."""
+    """The end of the work in a stream of the device at the time of creation."""
 
     def __init__(self, stream: torch.Stream, device: torch.device) -> None:
         self._device = device
@@ -106,12 +106,12 @@ class Stream:
             yield
 
     def record_event(self) -> Transfer:
-        """Return an event behind what is in this stream now."""
+        """Return an event after the work that is in this stream now."""
         return Done() if self.stream is None else StreamEvent(self.stream, self.device)
 
 
 def record_event(device: torch.device) -> Transfer:
-    """Return an event behind what is in the current stream now."""
+    """Return an event after the work that is in the current stream now."""
     if device.type == "cpu":
         return Done()
     return StreamEvent(torch.accelerator.current_stream(device), device)

@@ -83,7 +83,9 @@ class Work(Transfer):
 
     def __del__(self) -> None:
         if self._error is not None and not self._is_reported:
-            warnings.warn(f"a transfer failed and nobody waited for it: {self._error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"a transfer failed, and its result was not waited for: {self._error}", RuntimeWarning, stacklevel=2
+            )
 
 
 def check_process(process: int, what: str) -> None:

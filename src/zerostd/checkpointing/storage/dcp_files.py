@@ -117,7 +117,7 @@ class ShardedValue:
         return self._decoded[record][low : low + box.numel].view(box.sizes)
 
     def write(self, offsets: torch.Size, values: torch.Tensor, num_filled: int) -> None:
-        """Write what `open` returned, after so many of its elements were filled, unless it is a view."""
+        """Write the tensor that `open` returned, once its elements were filled, unless it is a view."""
         box, record, low = self.places[offsets]
         begin = record.offset + low
         if isinstance(record.column, CodedTensor):
@@ -328,7 +328,7 @@ class DcpCheckpoint:
         self._read({key: ShardedValue(of) for key, of in records.items()}, on_bytes)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open."""
 
 
 def _is_small(stored: Any) -> bool:
@@ -337,7 +337,7 @@ def _is_small(stored: Any) -> bool:
 
 
 def first_failure(error: BaseException) -> str:
-    """Return what went wrong, on the first rank of those that torch's CheckpointException names."""
+    """Return the error of the first rank that torch's CheckpointException names."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

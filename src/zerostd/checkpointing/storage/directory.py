@@ -92,7 +92,7 @@ class PendingDirectory:
 
 
 class PendingObjects:
-    """Objects below a URL that are being written: the same verbs. Nothing of somebody else's is removed."""
+    """Objects below a URL that are being written: the same verbs. Files of others are not removed."""
 
     def __init__(self, target: RemotePath, retries: Retries) -> None:
         self.target = self.folder = target
@@ -153,7 +153,7 @@ def local_file(folder: AnyPath, name: str, retries: Retries) -> Iterator[Path]:
 
 
 def _remove_objects(folder: RemotePath) -> None:
-    """Remove a checkpoint or what was to be one; the manifest goes first, so that it is whole or none."""
+    """Remove a checkpoint, complete or not; the manifest goes first, so that it is whole or none."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name != MANIFEST):
         if path.name in (MANIFEST, MARKER) or LEFTOVER.fullmatch(path.name):
             path.unlink()

@@ -219,7 +219,7 @@ def seal(data: Mapping[str, Any]) -> str:
 
 
 def _check_seal(text: bytes) -> None:
-    """Raise ValueError unless a manifest ends with the checksum of what comes before it."""
+    """Raise ValueError unless a manifest ends with the checksum of the text before it."""
     begin = max(0, len(text) - SEAL_BYTES)
     match = SEAL.fullmatch(text, begin)
     if match is None:
@@ -236,7 +236,7 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong beyond types. Later checks rely on earlier ones, so only the first counts."""
+    """Yield problems that types cannot express. Later checks rely on earlier ones, so only the first counts."""
     identities: set[tuple[str, str, str]] = set()
     places: set[tuple[str, str]] = set()
     shapes = {entry.of: entry.shape for entry in manifest.of_kind("parameter")}
@@ -263,7 +263,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iterator[str]:
-    """Yield what is wrong with one tensor: its parts must cover it, each in a file with a checksum for every block."""
+    """Yield the problems of one tensor: its parts must cover it, each in a file with a checksum for every block."""
     if entry.kind not in KINDS:
         yield f"the kind of {entry.of!r} is {entry.kind!r}, not one of {', '.join(KINDS)}"
     if (entry.kind in NAMED_STATES) != bool(entry.state):
@@ -288,7 +288,7 @@ def _tensor_problems(entry: TensorEntry, files: Mapping[str, FileEntry]) -> Iter
 
 
 def _box_problems(entry: TensorEntry, boxes: list[Box]) -> Iterator[str]:
-    """Yield what is wrong with the boxes of one tensor: they must lie in it, and cover it without overlapping."""
+    """Yield the problems of the boxes of one tensor: they must lie in it, and cover it without overlapping."""
     whole = Box((0,) * len(entry.shape), entry.shape)
     if len(boxes) > MOST_BOXES:
         yield f"{entry.label} is in {len(boxes)} boxes, more than {MOST_BOXES}"
@@ -305,7 +305,7 @@ def _box_problems(entry: TensorEntry, boxes: list[Box]) -> Iterator[str]:
 
 
 def _part_problems(entry: TensorEntry, numel: int, parts: list[TensorPart]) -> Iterator[str]:
-    """Yield what is wrong with the parts of one tensor, or of a box of so many elements: they must cover it."""
+    """Yield the problems of the parts of one tensor, or of a box of `numel` elements: they must cover it."""
     end = 0
     for part in sorted(parts, key=lambda part: part.start):
         if part.start != end:

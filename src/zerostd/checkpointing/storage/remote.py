@@ -101,7 +101,7 @@ class RemotePath:
         return False
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what is directly below; nothing, if nothing is there."""
+        """Yield the direct children; nothing, if nothing is there."""
         try:
             with self._call() as (system, path):
                 system.invalidate_cache()

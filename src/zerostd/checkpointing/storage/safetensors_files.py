@@ -330,7 +330,7 @@ class SafetensorsReader:
 
 
 def _header_problems(tensors: Mapping[str, StoredTensor], num_bytes: int) -> Iterator[str]:
-    """Yield what is wrong with a header. The tensors must cover all bytes that follow it, without gap or overlap."""
+    """Yield the problems of a header. The tensors must cover all bytes that follow it, without gap or overlap."""
     end = 0
     for key, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         low, high = tensor.data_offsets

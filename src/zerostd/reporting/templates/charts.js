@@ -227,7 +227,7 @@ function closer(tier, { now }, width) {
 function drawStack(figure, tier, limit) {
   const sums = tier.times.map((_, at) => tier.bytes.reduce((sum, row) => sum + row[at], 0));
   const most = Math.max(1, ...sums, ...tier.peak, ...tier.allocated.map((one) => one || 0), ...tier.reserved.map((one) => one || 0));
-  const isNear = limit !== null && limit <= 1.6 * most;
+  const isNear = limit !== null && limit <= 2.5 * most;
   const top = Math.max(most, isNear ? limit : 0) * 1.06;
   const hasAllocated = tier.allocated.some((one) => one !== null);
   const hasReserved = tier.reserved.some((one) => one !== null);
