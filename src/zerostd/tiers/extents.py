@@ -138,7 +138,7 @@ class Extent:
             self.transfers = [*(transfer for transfer in self.transfers if not transfer.is_done()), work]
 
     def _entries(self) -> list[Entry]:
-        """What it takes, as a ledger has it. Memory that took the file's place is counted by its Host."""
+        """Return what it takes, as a ledger has it. Memory that took the file's place is counted by its Host."""
         checksums = (Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
         return [checksums] if self.memory is not None else [checksums, (self.kind, self.held_bytes, Tier.DISK)]
 

@@ -244,8 +244,8 @@ class Saving(PendingSave):
 
 
 def _output_tensors(records: Sequence[SavedInterval], device: torch.device, pace: LinkPace | None) -> OutputTensors:
-    """Return a numbered tensor for each record with elements, whose present values several threads write: with a pace, as
-    background work.
+    """Return a numbered tensor for each record with elements, whose present values several threads write. With a
+    pace this is background work.
 
     Records on the device are read in a stream of their own, which waits for the work queued until now.
     """
