@@ -314,6 +314,6 @@ def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
     beside = {tier: total(held, tier) - total(known, tier) + before.get(tier, 0) for tier in Tier}
     over = {tier: total(held, tier) - limits.get(tier, 0) + before.get(tier, 0) for tier in Tier}
     beside = {tier: max(size, over[tier]) if tier in limits else size for tier, size in beside.items()}
-    empty = {tier for tier, limit in limits.items() if not limit}  # where not even a byte fits
+    empty = {tier for tier in Tier if not limits.get(tier)}  # where not even a byte fits
     unknown = {tier: 0 if tier in empty else int(ROUNDING * size) + 1 for tier, size in beside.items()}
     return {tier: max(int(before.get(tier, 0) * ROUNDING), size) for tier, size in unknown.items()}

@@ -74,6 +74,8 @@ class ScheduleProgram:
         if has_times:
             self.limit({})
             self._schedule()
+            if not self.request.keeps_gradients:
+                self._share_evenly()
 
     def limit(self, more: Mapping[Tier, Sequence[Term]]) -> None:
         """Let no tier hold more than it may; `more` is what else counts there, in units of GIGA."""
@@ -133,6 +135,15 @@ class ScheduleProgram:
         so_far = self.linear.variables(len(self.costs))
         self.linear.each_equals([*terms, _shifted(so_far, by), (so_far, -1.0)], 0.0)
         return so_far
+
+    def _share_evenly(self) -> None:
+        """Let states of all groups have the same shares. Where gradients are freed inside backward, each update must
+        keep pace with backward, or backward waits for it."""
+        updated = numpy.flatnonzero(self.demands.updated)
+        if len(updated) > 1:
+            for name in STATES:
+                columns = self.columns[name]
+                self.linear.each_equals([(columns[updated[1:]], 1.0), (columns[updated[:-1]], -1.0)], 0.0)
 
     def _schedule(self) -> None:
         self.begin = self.linear.variables(len(self.costs))  # F
