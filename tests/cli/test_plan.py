@@ -439,3 +439,11 @@ def test_missing_and_binary_profiles_are_one_line(plan: Plan_, tmp_path: Path) -
     assert "nowhere.json cannot be read: No such file" in refused(plan("--params", "1B", "--cluster", missing))
     (tmp_path / "machine.json").write_bytes(b"\xff\xfe\x00\x01")
     assert "is not JSON" in refused(plan("--params", "1B", "--cluster", tmp_path / "machine.json"))
+
+
+@pytest.mark.parametrize("size", [40, 60])
+def test_a_plan_without_a_disk_uses_the_device_up_to_its_limit(plan: Plan_, size: int) -> None:
+    """Its first answer is over the limit by working memory."""
+    machine = ("--machine", "h200-1", "--budget", f"device={size}GiB")
+    found = made(plan("--params", "7B", "--samples", 4, "--accumulate", 1, "--clip", *machine, "--json"))
+    assert found.predicted.total(Tier.DEVICE) > 0.95 * found.limits[Tier.DEVICE]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planning.machines import GIB, gpt, request_of
+from planning.machines import GIB, H200, gpt, request_of
 from zerostd.errors import PrepareError
 from zerostd.planning import PlanRequest
 from zerostd.planning.planner import Bytes, fitting, total
@@ -35,7 +35,7 @@ def with_buffers(solution: Solution) -> Bytes:
 def request(gibibytes: float, **options: object) -> PlanRequest:
     """A device of so many GiB, a host, and no disk."""
     limits = {Tier.DEVICE: int(gibibytes * GIB), Tier.HOST: 100 * GIB}
-    return request_of(MODEL, limits, waits_for_norm=True, **options)
+    return request_of(MODEL, limits, machine=replace(H200, disk=None), waits_for_norm=True, **options)
 
 
 @pytest.mark.parametrize("size", [24, 40, 60])
