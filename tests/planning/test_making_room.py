@@ -83,6 +83,15 @@ def test_gradients_are_freed_only_where_nothing_else_fits() -> None:
     assert Kind.GRADIENTS not in freed.held[Tier.DEVICE]
 
 
+def test_gradients_are_freed_where_a_step_would_need_the_disk() -> None:
+    asked = early(30, 64)
+    asked = replace(asked, limits={**asked.limits, Tier.DISK: 60 * GIB})
+    kept = search([asked], closed_form, may_speculate=False).best
+    assert kept.solution.request.keeps_gradients and total(kept.held, Tier.DISK)
+    freed = search([asked], closed_form, may_speculate=False, may_free=True).best
+    assert not freed.solution.request.keeps_gradients and freed.seconds < kept.seconds
+
+
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"waits_for_norm": True}])
 def test_several_passes_and_norms_keep_gradients(options: dict[str, object]) -> None:
     with pytest.raises(PrepareError):

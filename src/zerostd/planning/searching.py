@@ -1,5 +1,5 @@
 """Many requests: stages, divisions of a batch, speculation, and codes of optimizer states, of which the best is taken.
-Where nothing fits with the gradients of all groups, they are freed inside backward.
+Where the gradients of all groups do not fit beside the rest, or only with a disk, they may be freed inside backward.
 
 `search` returns what fits of all requests; `search_coded` may also give up exactness. Both serve machines that are here
 and machines on paper.
@@ -57,15 +57,22 @@ def search_coded(
 def search(
     requests: Sequence[PlanRequest], count: CountBytes, *, may_speculate: bool, may_free: bool = False
 ) -> SearchResult:
-    """Return what fits of all requests; if nothing does and `may_free`, what fits with gradients freed inside backward.
-    Raises the last refusal if nothing fits."""
-    freeing = [FreeingRequest.of(request) for request in requests if request.accumulate == 1 and request.is_early]
+    """Return what fits of all requests. With `may_free`, return what fits with gradients freed inside backward, where
+    nothing else does or a step that needs the disk takes longer. Raises the last refusal if nothing fits."""
+    early = [request for request in requests if may_free and request.accumulate == 1 and request.is_early]
+    freeing = [FreeingRequest.of(request) for request in early]
     try:
-        return _search(requests, count, may_speculate=may_speculate)
+        kept = _search(requests, count, may_speculate=may_speculate)
     except PrepareError:
-        if not may_free or not freeing:
+        if not freeing:
             raise
-    return _search(freeing, count, may_speculate=False)
+        return _search(freeing, count, may_speculate=False)
+    if freeing and total(kept.best.held, Tier.DISK):
+        with contextlib.suppress(PrepareError):
+            freed = _search(freeing, count, may_speculate=False)
+            if freed.best.seconds < kept.best.seconds:
+                return freed
+    return kept
 
 
 def _search(requests: Iterable[PlanRequest], count: CountBytes, *, may_speculate: bool) -> SearchResult:

@@ -67,9 +67,8 @@ class Adapter(StepObserver):
         self._trials: Trials | None = None  # under way
         self._moving: HomeMove | None = None  # under way
         self._clips = ClipCounter(runtime)
-        self._num_short = (
-            0  # times that this step ran out of memory; free memory in holes makes it look as if it fitted
-        )
+        # Times that this step ran out of memory: where free memory lies in holes, it looks as if it fitted.
+        self._num_short = 0
         self.meter.reset()
         self.meter.cap(is_on=self.plan.is_untried)
         if runtime.settings.budget.device is not None or self._is_off:
