@@ -26,7 +26,7 @@ def test_one_line_says_what_was_planned(caplog: pytest.LogCaptureFixture) -> Non
         prepared(stage=2, placement={"optimizer_states": {"device": 0.4, "host": 0.6}}, precision="bf16")
     (line,) = caplog.messages
     assert line == (
-        "stage 2 on 1 rank (cpu), bf16; parameters, gradients on the device; optimizer states on device 40%, host 60%"
+        "stage 2 on 1 rank (cpu), bf16; parameters, gradients on the device; optimizer states on device 40 %, host 60 %"
     )
     caplog.clear()
     with caplog.at_level(logging.INFO, "zerostd"):
