@@ -14,8 +14,9 @@ import zerostd
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_profile
 from zerostd.measuring.model import profile_model
+from zerostd.optimizers import passing
 from zerostd.parameters import host_gradient
-from zerostd.planning import MachineProfile
+from zerostd.planning import MachineProfile, simulation
 from zerostd.planning import cluster as clusters
 from zerostd.planning.cluster import TrainingOptions, limits_of, plan_on, scaling, sent_bytes, state_bytes
 from zerostd.planning.described import from_numbers
@@ -99,6 +100,8 @@ def test_model_state_is_shared_by_all_where_replicas_do_not_fit_or_gain_nothing(
 def test_numbers_that_others_have_too_are_the_same() -> None:
     assert clusters.NUM_GATHERED == gathering.PREFETCH_DEPTH + 2
     assert clusters.NUM_STAGING == host_gradient.NUM_STAGING
+    assert clusters.NUM_HELD == passing.MOST_HELD + passing.MOST_ARRIVING
+    assert simulation.MOST_HELD == passing.MOST_HELD
 
 
 # -- limits --

@@ -33,7 +33,7 @@ def with_buffers(solution: Solution) -> Bytes:
 
 
 def request(gibibytes: float, **options: object) -> PlanRequest:
-    """A device of so many GiB, a host, and no disk."""
+    """Return a request for a device of this many GiB and a host, without a disk."""
     limits = {Tier.DEVICE: int(gibibytes * GIB), Tier.HOST: 100 * GIB}
     return request_of(MODEL, limits, machine=replace(H200, disk=None), waits_for_norm=True, **options)
 

@@ -167,34 +167,46 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_urgent_reads_are_served_next_beside_a_background_write(tier: str, tiles: int, tmp_path: Path) -> None:
-    """At most two tiles are written between the count and the end of a read: the one that is under way when it is
-    requested, and one that began between the count and the request."""
+    """Each read is requested while a tile is being written, and is served before the next tile."""
+    asked = (0, 7, 15)
     with zerostd.TierStore(budget={"disk_path": str(tmp_path), "background": 0.2}) as store:
         large = store.allocate("large", (NUM_TILES, tiles), torch.uint8, tier=tier)
         small = store.allocate("small", (4096,), torch.uint8, tier=tier)
-        written: list[int] = []
+        order: list[int | str] = []
+        begun = threading.Semaphore(0)
+        requested = threading.Semaphore(0)
         write = large.values.write
+        read = small.values.read
 
-        def counted(part: slice, values: torch.Tensor) -> None:
+        def writes(part: slice, values: torch.Tensor) -> None:
+            number = part.start // tiles
             write(part, values)
-            written.append(part.start // tiles)
+            order.append(number)
+            if number in asked:
+                begun.release()
+                assert requested.acquire(timeout=60)
 
-        large.values.write = counted  # type: ignore[method-assign]
+        def reads(part: slice) -> torch.Tensor:
+            order.append("read")
+            return read(part)
+
+        large.values.write = writes  # type: ignore[method-assign]
+        small.values.read = reads  # type: ignore[method-assign,assignment]
         values = torch.randint(0, 255, (NUM_TILES, tiles), dtype=torch.uint8)
         transfer = large.write(values, priority="background")
-        between = []
-        while not transfer.is_done():
-            before = len(written)
-            small.read(priority="urgent").wait()
-            between.append(len(written) - before)
+        for _ in asked:
+            assert begun.acquire(timeout=60)
+            reading = small.read(priority="urgent")
+            requested.release()
+            reading.wait()
         transfer.wait()
-        assert between and max(between) <= 2
-        assert written == list(range(NUM_TILES))
+        assert [order[place - 1] for place, entry in enumerate(order) if entry == "read"] == list(asked)
+        assert [entry for entry in order if entry != "read"] == list(range(NUM_TILES))
         assert torch.equal(large.read().wait(), values)
 
 
 def _tiles_beside_reads(tmp_path: Path, tiles: int, share: float | None, num_reads: int) -> int:
-    """Return the tiles of a background write that are done when so many reads of a tile each are."""
+    """Return how many tiles of a background write are done after a number of reads, each of one tile."""
     budget = {"disk_path": str(tmp_path), "background": share}
     with zerostd.TierStore(budget=budget) as store:
         large = store.allocate("large", (400, tiles), torch.uint8, tier="disk")

@@ -61,8 +61,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Owner:
-    """Keeps a prepared model alive. Only its modules hold this object; with the last of them, channels, threads, files
-    and host memory go, and the garbage collector need not run."""
+    """Stands for a prepared model in its modules, which alone hold this object. When the last of them goes, channels,
+    threads, files and host memory are given back, and the garbage collector need not run."""
 
     runtime: weakref.ref[Runtime]
 

@@ -20,7 +20,12 @@ from zerostd.optimizers.passing import PassingGradients
 from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
+from zerostd.parameters.passing_gradient import REMEDY
 
+BEGUN = (
+    "accumulate= was passed to prepare: call step() first, pass max_grad_norm= to prepare to clip, or leave "
+    "accumulate= out to keep gradients until step()"
+)
 NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one speculates
 
 
@@ -64,8 +69,9 @@ class BackwardUpdates:
             if self.is_speculative and not self._is_confident():
                 return
             self._options = self.updater.step_options(None)
-            why = "accumulate= was passed to prepare" if self.keeps_gradients else "keep_gradients is False"
-            self.gradients.locked = f"the update has begun inside backward, because {why}"
+            self.gradients.locked = (
+                BEGUN if self.keeps_gradients else f"keep_gradients is False: call step() first, or {REMEDY}"
+            )
         if group in self._done:
             raise MisuseError(
                 f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "

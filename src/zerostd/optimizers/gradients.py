@@ -94,7 +94,7 @@ class Gradients(StepObserver):
         self.loss_scale = loss_scale
         self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
         self.clip_norm: float | None = None  # of the step that comes; None: not clipped
-        self.locked: str | None = None  # why gradients cannot be changed any more: an update is using them
+        self.locked: str | None = None  # why an update is using gradients already, so that they cannot be changed
         self.refusal: str | None = None  # why nothing can be read or changed: the model sleeps
         self._are_dropped = False  # by zero_grad, all of them
         self._wait = wait  # until all gradients have landed, before they are read
@@ -127,8 +127,8 @@ class Gradients(StepObserver):
             raise MisuseError(f"{call}: {self.refusal}")
         if self.locked is not None:
             raise MisuseError(
-                f"{call} between backward and optimizer.step(), but {self.locked}: call step() first, pass "
-                "max_grad_norm= to prepare to clip, or leave accumulate= out to keep gradients until step()"
+                f"{call} between backward and optimizer.step(), but the update has begun inside backward, because "
+                f"{self.locked}"
             )
 
     def total_norm(self, order: float = 2.0) -> torch.Tensor:

@@ -8,15 +8,12 @@ the device waits for the oldest of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
 
 from zerostd.parameters import Group
 from zerostd.parameters.passing_gradient import PassingGradient
 
 MOST_HELD = 2  # groups that are updated and still have their gradients, when another one lands
 MOST_ARRIVING = 2  # groups whose gradients have landed, or are on the wires, and whose parameters backward still needs
-
-Size = TypeVar("Size", int, float)
 
 
 class PassingGradients:
@@ -42,11 +39,10 @@ class PassingGradients:
             _free(oldest)
 
     @staticmethod
-    def most_bytes(root: Size, groups: Iterable[Size]) -> Size:
+    def most_bytes(root: int, groups: Iterable[int]) -> int:
         """Return the bytes of the gradients that have memory at once, from those of the root and of each other group.
         Backward needs the root's parameters to its end."""
-        largest = sorted(groups, reverse=True)[: MOST_HELD + MOST_ARRIVING]
-        return sum(largest, start=root)
+        return root + sum(sorted(groups, reverse=True)[: MOST_HELD + MOST_ARRIVING])
 
 
 def _passing(group: Group) -> list[PassingGradient]:

@@ -92,7 +92,8 @@ class Group:
 
     @property
     def gather_name(self) -> str:
-        """What its gather is called in errors: a rank that wrote to parameters alone is not in that of its peers."""
+        """The name of its gather in errors. It says if the gather is inside the node: a rank that alone wrote to
+        parameters is in another gather than its peers."""
         is_inside = bool(self.flats) and all(flat.secondary and flat.secondary.is_current for flat in self.flats)
         return f"the gather of group {self.name!r}{' inside the node' if is_inside else ''}"
 

@@ -15,7 +15,7 @@ from zerostd.errors import MisuseError
 from zerostd.parameters.gradient import Gradient
 from zerostd.tiers import Transfer
 
-REMEDY = "leave keep_gradients=False out of the Placement, or pass a plan that keeps gradients"
+REMEDY = "leave keep_gradients=False out of the Placement, or, if the planner chose it, allow more memory"
 
 
 @dataclass(eq=False, repr=False)

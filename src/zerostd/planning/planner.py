@@ -306,8 +306,8 @@ def _by_cpu(solution: Solution) -> Solution:
 
 
 def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
-    """Return the bytes of each tier that the program should be given as fixed: more than it was, all that it did not
-    know of, rounded up, and what it is over its limit. It took less for granted than the closed form, then."""
+    """Return the bytes of each tier that the program should be given as fixed: more than before, and all that it did
+    not know of, rounded up. It may count less than the closed form: what the answer is over its limit is added too."""
     known = model_state(solution)
     before = solution.request.fixed
     limits = solution.request.limits

@@ -203,9 +203,8 @@ class FlatPlan:
         is_kept = rules.placement.keep_gradients
         if is_kept and (not keeps_whole or rules.sums_gradients):
             need[self.gradients, Kind.GRADIENTS] += self.numel * itemsize
-        if (
-            is_kept and keeps_whole
-        ):  # for the wire; what this rank updates is a part of it, unless several passes are summed
+        # For the wire; what this rank updates is a part of it, unless several passes are summed.
+        if is_kept and keeps_whole:
             need[Tier.DEVICE, Kind.GRADIENTS] += self.layout.numel * dtype.itemsize
         for portion in self.portions:
             self._add_portion(need, portion, itemsize)

@@ -136,7 +136,7 @@ def check_placement(settings: Settings, placement: Placement) -> None:
         raise NotSupportedError("Placement(speculate=True) needs parameters='device'")
 
 
-def _keeps_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None) -> str:
+def _why_gradients_stay(settings: Settings, optimizer: torch.optim.Optimizer | None) -> str:
     """Return why gradients have to be kept until the step; empty if they need not be."""
     if optimizer is None:
         return "there is no optimizer yet, which would update groups inside backward: pass it to prepare"
@@ -160,7 +160,7 @@ def check_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None)
     _, placement = settings.decided
     if placement.keep_gradients:
         return settings
-    why = _keeps_gradients(settings, optimizer)
+    why = _why_gradients_stay(settings, optimizer)
     if set(placement.shares(Kind.GRADIENTS)) != {Tier.DEVICE}:
         why = f"gradients={placement.gradients!r} keeps them: leave it out"
     if placement.speculate:
