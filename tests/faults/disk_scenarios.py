@@ -3,11 +3,13 @@ fault in the middle. Run by test_disk.py in a process of its own, under the shim
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,30 +27,58 @@ FOLDER = sys.argv[1]
 HOST_BYTES = 221_536  # of host memory that the model takes when all is well
 EVERYTHING = zerostd.Placement(parameters="disk", optimizer_states="disk")
 GRADIENTS = zerostd.Placement(gradients="disk", optimizer_states="host")
+STATES = zerostd.Placement(optimizer_states="disk")
 
 
-def prepared(placement: zerostd.Placement = EVERYTHING, **budget: Any) -> tuple[nn.Module, Any]:
+def prepared(
+    placement: zerostd.Placement = EVERYTHING, precision: str | None = None, *, is_one: bool = False, **budget: Any
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 24))
     if placement is GRADIENTS:  # more of them than pass through host memory at once
         model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 24)) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     disk = zerostd.Budget(disk_path=FOLDER, **budget)
+    if is_one:  # group: nothing else is read or written between its update and what follows
+        model = nn.Sequential(model)
     groups = [name for name, module in model.named_children() if any(True for _ in module.parameters())]
-    return zerostd.prepare(model, optimizer, placement=placement, budget=disk, groups=groups)
+    return zerostd.prepare(model, optimizer, placement=placement, budget=disk, groups=groups, precision=precision)
 
 
-def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
+def train(model: nn.Module, optimizer: Any, steps: int, *, seed: int = 0, waits: bool = True) -> list[float]:
     losses = []
     for step in range(steps):
-        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed + step))
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    optimizer.synchronize()
+    if waits:
+        optimizer.synchronize()
     return losses
+
+
+def edited(placement: zerostd.Placement, precision: str, *, is_slow: bool) -> dict[str, Any]:
+    """Write to all parameters behind each step, while the step's states are on their way to a slow drive or not."""
+    model, optimizer = prepared(placement, precision, is_one=True)
+    result: dict[str, Any] = {"losses": []}
+    runtime = model.__dict__["_zerostd"]
+    (shard,) = (shard for group in runtime.groups for flat in group.flats for shard in flat.state_shards)
+    # The writes of the first step are late, and not those behind it, which could overtake them.
+    num_writes = sum(tensor.tier is Tier.DISK for tensor in shard.tensors.values())
+    with fault(FOLDER, "write", "delay", 150, count=num_writes) if is_slow else contextlib.nullcontext():
+        for step in range(3):
+            result["losses"] += train(model, optimizer, 1, seed=step, waits=False)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    torch.mul(parameter, 0.5, out=parameter)
+    states = optimizer.state_dict()["state"].values()  # masters, too, where parameters are rounded
+    values = [value for named in states for value in named.values()] + list(zerostd.full_state_dict(model).values())
+    result["values"] = [torch.as_tensor(value).double().sum().item() for value in values]
+    result["retries"] = runtime.ledger.retries.counts
+    runtime.resources.allocator.close()
+    return result
 
 
 def extents(model: nn.Module) -> list[Extent]:
@@ -147,6 +177,12 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "flipped, writing": lambda: run(lambda model: fault(FOLDER, "write", "flip", first=4, count=1)),
     "page of a write cannot be read": unreadable_page,
     "slow": lambda: run(lambda model: fault(FOLDER, "read", "delay", 20)),
+    **{
+        f"{name}, {precision}, {drive}": partial(edited, placement, precision, is_slow=drive == "slow")
+        for name, placement in {"states": STATES, "everything": EVERYTHING}.items()
+        for precision in ("fp32", "bf16")
+        for drive in ("slow", "fast")
+    },
     "gradients: nothing": of_gradients(),
     "gradients: EIO once, reading": of_gradients("read", "fail", EIO, count=1),
     "gradients: EIO twice, writing": of_gradients("write", "fail", EIO, count=2),

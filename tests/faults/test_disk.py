@@ -51,6 +51,14 @@ def test_what_passes_leaves_every_bit_as_it_is(results: Results, scenario: str, 
         assert f"tried again {retries[what]} times: {what}" in result["text"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", ["states", "everything"])
+def test_what_users_write_waits_for_states_on_their_way(results: Results, placement: str, precision: str) -> None:
+    slow, fast = (results[f"{placement}, {precision}, {drive}"] for drive in ("slow", "fast"))
+    assert slow["losses"] == fast["losses"] and slow["values"] == fast["values"]
+    assert slow["retries"] == {}  # no page is read while it is written
+
+
 @pytest.mark.parametrize(
     ("scenario", "kind"),
     [

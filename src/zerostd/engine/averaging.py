@@ -207,7 +207,7 @@ class Average(StepObserver):
         resources = self._runtime.resources
         move = partial(_move_towards, shard, average, weight, self._tiles, resources.streams)
         tiles = [partial(move, part=part) for part in _tiles_of(average.numel)]
-        parts: list[Callable[[], None]] = [updated.synchronize, lambda: shard.landed.synchronize(), *tiles]
+        parts: list[Callable[[], None]] = [updated.synchronize, shard.wait_landed, *tiles]
         if shard.is_resident and shard.holds_parameters:  # the user may write to it as soon as step() returns
             for do_part in parts:
                 do_part()

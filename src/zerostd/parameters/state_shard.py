@@ -183,7 +183,14 @@ class StateShard:
             if part := piece.within(self.start, self.stop):
                 yield part, part.place_from(self.start)
 
+    def wait_landed(self) -> None:
+        """Hold the host until the last update is back in `tier`. Its new parameters may have been used long before.
+        Whoever reads or writes the tensors beside updates calls this first: later bytes would be overwritten by it."""
+        self.landed.synchronize()
+
     def read_master(self) -> torch.Tensor:
+        """Return the master as the last update left it."""
+        self.wait_landed()
         return self.master.read(slice(0, self.numel))
 
 
@@ -197,6 +204,7 @@ def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: 
             continue
         column = shard.tensors[LOW]
         part = slice(low - shard.start, high - shard.start)
+        shard.wait_landed()
         kept = column.read(part)
         if old is None:
             column.write(part, torch.zeros_like(kept))

@@ -232,7 +232,7 @@ class HomeMove:
         if updater.offload is not None and any(shard.tier is Tier.DISK for shard in change.flat.state_shards):
             updater.offload.drain()  # what was updated is still being written
         for shard in change.flat.state_shards:
-            shard.landed.synchronize()
+            shard.wait_landed()
         states = take_states(updater, change.flat)
         give_back = move_flat(change.flat, change.wanted, self._runtime.resources, change.arenas)
         replace_states(updater, change.flat, states)
