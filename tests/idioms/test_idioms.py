@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from idioms.forms import FORMS, Form
+from idioms.forms import BY_NAME, FORMS, Form
 from idioms.loop import idioms
 from idioms.running import VISIBLE, Runner
 from idioms.table import EXPECTED, KNOWN, complaints, read
+from zerostd.tiers.debug import VARIABLE
 
 MOST_KNOWN = 15  # goal 0: cells of known.json; lower it with every one that is mended, never raise it
 MOST_LINES = 40  # of an idiom: one screen
@@ -48,6 +49,18 @@ def test_idiom(runner: Runner, name: str) -> None:
 @pytest.mark.parametrize("name", list(idioms()))
 def test_idiom_in_all_other_forms(runner: Runner, name: str) -> None:
     check(runner, name, [form for form in FORMS if form not in sample(name)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["disk", "host", "early", "all_host", "stage2", "stage3"])
+def test_idioms_do_not_depend_on_the_speed_of_threads(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Background work begins late, at random: what does not wait for it overtakes it."""
+    monkeypatch.setenv(VARIABLE, "late")
+    failures = []
+    with Runner() as late:
+        for name in idioms():
+            failures += complaints(name, {form: late.outcome(name, BY_NAME[form], timeout_s=20.0)})
+    assert not failures, "\n".join(failures)
 
 
 def test_every_form_is_in_a_quarter_of_the_samples() -> None:

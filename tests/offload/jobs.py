@@ -201,11 +201,11 @@ def short_tiles() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def debugging(*, is_serial: bool = False, poisons: bool = False) -> Iterator[None]:
+def debugging(*, is_serial: bool = False, poisons: bool = False, is_late: bool = False) -> Iterator[None]:
     """ZEROSTD_DEBUG for a while."""
     before = set(DEBUG)
     DEBUG.clear()
-    DEBUG.update(["serial"] * is_serial, ["poison"] * poisons)
+    DEBUG.update(["serial"] * is_serial, ["poison"] * poisons, ["late"] * is_late)
     try:
         yield
     finally:

@@ -85,6 +85,7 @@ def test_overlap_changes_no_bit(name: str, tmp_path: Path) -> None:
             ("serial", job, {"is_serial": True}),
             ("poisoned", job, {"poisons": True}),
             ("held up and poisoned", slow, {"poisons": True}),
+            ("late", job, {"is_late": True}),
         ):
             with debugging(**options):
                 assert_same(train(what, PLACEMENTS[name], tmp_path), reference, f"{name}, {label}, {job}")

@@ -4,12 +4,15 @@ poison     fill memory that is given back or will be used again with NaN, so tha
 serial     wait for every update before step() returns, and begin none inside backward
 nan        log every gradient with a value that is not finite as it arrives: the parameter, the rank and the step
 checksums  check masters and states in host memory before each update: nothing else may have changed their bytes
+late       let threads begin some pieces of work up to 0.1 s late, at random, so that code that does not wait is found
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import random
+import time
 
 import torch
 
@@ -18,7 +21,9 @@ from zerostd.errors import PrepareError, StorageError
 from zerostd.kernels import crc32
 
 VARIABLE = "ZEROSTD_DEBUG"
-WORDS = ("poison", "serial", "nan", "checksums")
+WORDS = ("poison", "serial", "nan", "checksums", "late")
+MOST_LATE_S = 0.1
+LATE_PART = 0.25  # of all pieces: where every piece is late, few overtake others
 log = logging.getLogger("zerostd")
 
 
@@ -42,6 +47,12 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.fill_(float("nan"))
     elif "poison" in DEBUG:
         tensor.fill_(255 if tensor.dtype == torch.uint8 else -1)
+
+
+def be_late() -> None:
+    """Sleep for a moment before a piece of work; only if late is on."""
+    if "late" in DEBUG and random.random() < LATE_PART:
+        time.sleep(random.uniform(0.0, MOST_LATE_S))
 
 
 def trace_non_finite(gradient: torch.Tensor, what: str) -> None:

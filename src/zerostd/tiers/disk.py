@@ -22,6 +22,7 @@ import torch
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
+from zerostd.tiers.debug import be_late
 from zerostd.tiers.extents import BLOCK_BYTES, Extent, Fallback, Scratch
 from zerostd.tiers.host import PAGE, padded
 from zerostd.tiers.limits import check_disk
@@ -225,6 +226,7 @@ def _serve(blocks: Blocks, pace: LinkPace) -> None:
         if block is None:
             return
         work = block[-1]
+        be_late()
         error = _carry_out(block, scratch)
         del block  # and with it the memory, which must not wait for the next request
         if priority < Priority.BACKGROUND:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from zerostd.errors import MisuseError, StorageError, ZerostdError
+from zerostd.tiers.debug import be_late
 from zerostd.tiers.pacing import LinkPace, Priority, at
 from zerostd.tiers.transfer import Done, Transfer
 
@@ -175,6 +176,7 @@ class _Queue:
     def _do_part(self, job: _WorkerJob) -> None:
         if self.error is None:
             begun = time.monotonic()
+            be_late()
             try:
                 with at(Priority.BACKGROUND) if job.pace is not None else contextlib.nullcontext():
                     job.parts.popleft()()
