@@ -24,6 +24,7 @@ VARIABLE = "ZEROSTD_DEBUG"
 WORDS = ("poison", "serial", "nan", "checksums", "late")
 MOST_LATE_S = 0.1
 LATE_PART = 0.25  # of all pieces: where every piece is late, few overtake others
+_CHANCE = random.Random()  # of its own: what users draw stays the same
 log = logging.getLogger("zerostd")
 
 
@@ -51,8 +52,8 @@ def poison(tensor: torch.Tensor) -> None:
 
 def be_late() -> None:
     """Sleep for a moment before a piece of work; only if late is on."""
-    if "late" in DEBUG and random.random() < LATE_PART:
-        time.sleep(random.uniform(0.0, MOST_LATE_S))
+    if "late" in DEBUG and _CHANCE.random() < LATE_PART:
+        time.sleep(_CHANCE.uniform(0.0, MOST_LATE_S))
 
 
 def trace_non_finite(gradient: torch.Tensor, what: str) -> None:
