@@ -650,6 +650,43 @@ def leaves_no_trace(rank: int, stage: int) -> list[str]:
     return failures
 
 
+class TwoDtypes(nn.Module):
+    """Two layers of one dtype each, and the cast between them."""
+
+    def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=first)
+        self.second = nn.Linear(WIDTH, WIDTH, dtype=second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).to(self.second.weight.dtype))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "returned"),
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16),  # as some of it was before
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_a_root_casts_inputs_of_all_dtypes_that_its_parameters_had(
+    first: torch.dtype, second: torch.dtype, returned: torch.dtype
+) -> None:
+    model = seeded(lambda: TwoDtypes(first, second))
+    model, optimizer = zerostd.prepare(model, sgd(model), precision="bf16", placement=zerostd.Placement())
+    for dtype in (first, second):
+        output = model(torch.ones(2, WIDTH, dtype=dtype))
+        assert output.dtype == returned
+        output.sum().backward()
+    optimizer.step()
+    other = torch.float64 if first != torch.float64 and second != torch.float64 else torch.float16
+    with pytest.raises(RuntimeError, match="dtype"):  # as in torch
+        model(torch.ones(2, WIDTH, dtype=other))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parameters_that_no_rank_uses_are_left_alone(ranks, stage):
     agree(ranks(2, leaves_no_trace, stage, timeout=90))

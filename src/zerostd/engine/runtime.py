@@ -23,7 +23,7 @@ from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import MARK, OWNER, Blueprint, root_casts
+from zerostd.parameters.blueprints import MARK, OWNER, Blueprint, RootCasts, root_casts
 from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
 from zerostd.parameters.observing import StepObserver
@@ -41,7 +41,6 @@ from zerostd.scheduling.turns import Turn
 from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
 from zerostd.tiers.shared_tensors import shared_bytes
 
-Casts = tuple[torch.dtype, torch.dtype] | None
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -185,23 +184,23 @@ class Runtime:
         for observer in self.observers:
             observer.after_release()
 
-    def _on_input(self, casts: Casts) -> OnTensor | None:
+    def _on_input(self, casts: RootCasts | None) -> OnTensor | None:
         if casts is None and self.loss_scale is None:
             return None
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
             if self.loss_scale is not None:
                 tensor = scale_gradient(tensor, 1.0 / self.loss_scale.value)
-            return tensor.to(casts[1]) if casts is not None and tensor.dtype == casts[0] else tensor
+            return tensor.to(casts.inside) if casts is not None and tensor.dtype in casts.taken else tensor
 
         return enter
 
-    def _on_output(self, casts: Casts) -> OnTensor | None:
+    def _on_output(self, casts: RootCasts | None) -> OnTensor | None:
         if casts is None and self.loss_scale is None:
             return None
 
         def leave(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.to(casts[0]) if casts is not None and tensor.dtype == casts[1] else tensor
+            tensor = tensor.to(casts.returned) if casts is not None and tensor.dtype == casts.inside else tensor
             if self.loss_scale is not None and tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(functools.partial(torch.mul, other=self.loss_scale.value))
             return tensor

@@ -276,7 +276,7 @@ def _run(
     model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device
 ) -> TimedPass:
     dtypes = {id(member.parameter): member.dtype for blueprint in blueprints for member in blueprint.members}
-    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
+    casts = root_casts(precision, (p.dtype for p in model.parameters()))
 
     def drop_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -292,7 +292,7 @@ def _run(
 
     def moved(leaf: torch.Tensor) -> torch.Tensor:
         leaf = leaf.detach().to(device)
-        return leaf.to(inside) if leaf.dtype == outside and inside is not None else leaf
+        return leaf.to(casts.inside) if casts is not None and leaf.dtype in casts.taken else leaf
 
     copied, _ = copy_of(model, own)
     inputs = map_tensors(moved, batch)

@@ -87,7 +87,7 @@ def _without_memory(
 ) -> ForwardCounter:
     fake = fake_mode()
     dtypes = {id(m.parameter): m.dtype for blueprint in blueprints for m in blueprint.members}
-    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
+    casts = root_casts(precision, (p.dtype for p in model.parameters()))
 
     def shape_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         with fake:
@@ -100,13 +100,14 @@ def _without_memory(
         return shape.requires_grad_(tensor.requires_grad)
 
     copied, copies = copy_of(model, shape_of)
+    inside = None if casts is None else casts.inside
     inputs = map_tensors(lambda leaf: shape_of(leaf, inside if leaf.is_floating_point() else None), batch)
     counter = ForwardCounter(blueprints, copies, {})
     with fake:
         output = counter.run(copied, inputs)
-        if outside != inside:  # as the root will do
+        if casts is not None:  # as the root will do
             with counter:
-                map_tensors(lambda leaf: leaf.to(outside) if leaf.dtype == inside else leaf, output)
+                map_tensors(lambda leaf: leaf.to(casts.returned) if leaf.dtype == casts.inside else leaf, output)
     return counter
 
 
@@ -119,8 +120,8 @@ def _with_memory(
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
     copied, copies = copy_of(model, own)
-    outside, inside = root_casts(precision, (p.dtype for p in model.parameters())) or (None, None)
-    scale = {outside: inside.itemsize / outside.itemsize} if outside is not None and inside is not None else {}
+    casts = root_casts(precision, (p.dtype for p in model.parameters()))
+    scale = {} if casts is None else {dtype: casts.inside.itemsize / dtype.itemsize for dtype in casts.taken}
     counter = ForwardCounter(blueprints, copies, scale)
     try:
         counter.run(copied, map_tensors(lambda leaf: leaf.detach().to(device, copy=True), batch))

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -265,10 +267,20 @@ def describe(
         yield f"groups: {blueprint.name} with {len(blueprint.members)} parameters"
 
 
-def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, torch.dtype] | None:
-    """Return the dtype that a root with parameters of these dtypes takes and returns, and the one it computes in; None
-    if nothing is cast."""
-    outside = {dtype for dtype in dtypes if dtype.is_floating_point}
-    if precision.compute is None or len(outside) != 1 or outside == {precision.compute}:
+class RootCasts(NamedTuple):
+    """How a root casts the floating-point tensors it is given and returns."""
+
+    taken: frozenset[torch.dtype]  # of inputs that are cast: those of the parameters before prepare
+    inside: torch.dtype  # that it computes in
+    returned: torch.dtype  # of outputs that were computed in `inside`
+
+
+def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> RootCasts | None:
+    """Return the casts of a root whose parameters had these dtypes; None if nothing is cast. Outputs have the widest of
+    them, unless some parameters had the dtype that all of them compute in now."""
+    outside = frozenset(dtype for dtype in dtypes if dtype.is_floating_point)
+    inside = precision.compute
+    if inside is None or outside <= {inside}:
         return None
-    return outside.pop(), precision.compute
+    widest = functools.reduce(torch.promote_types, outside)
+    return RootCasts(outside, inside, inside if inside in outside else widest)
