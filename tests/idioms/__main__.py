@@ -3,7 +3,7 @@
 python -m idioms list                    names and texts
 python -m idioms run NAME --form FORM    one idiom in one form of one rank, in this process, with the traceback
 python -m idioms try [NAMES] [--form F]  outcomes, in processes of their own
-python -m idioms accept [NAMES]          bring expected.json and known.json up to date
+python -m idioms accept [NAMES]          write cells that are new to expected.json
 python -m idioms table                   the table in Markdown
 python -m idioms peers [NAMES] [--peer P]  what other libraries answer, kept in peers.json
 """
@@ -46,7 +46,7 @@ def main() -> None:
         outcomes = run_all(names, forms, arguments.json, verbose=arguments.command != "table")
         print(markdown(outcomes) if arguments.command == "table" else counts(outcomes))
         if arguments.command == "accept":
-            print("\n".join(["not accepted, for it held before:", *lines] if (lines := accept(outcomes)) else []))
+            print("\n".join(["not accepted:", *lines] if (lines := accept(outcomes)) else []))
 
 
 def run_here(names: list[str], forms: list[str]) -> None:

@@ -36,6 +36,7 @@ DISK = Placement(gradients="disk", optimizer_states="disk")
 ALL_HOST = Placement(parameters="host", gradients="host", optimizer_states="host")
 
 PLAIN = Form("plain", "plain torch", is_plain=True)
+HALVED = Form("halved", "plain torch with bf16 parameters and fp32 masters", {"precision": "bf16"}, is_plain=True)
 FORMS = [
     Form("device", "everything on the device", {"placement": Placement()}),
     Form("host", "optimizer states on the host", {"placement": HOST}),

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerostd
 from idioms.forms import Form
+from idioms.halved import halve
 from idioms.networks import FEATURES, VOCABULARY, Clip, Convolutional, Language, Network, adapted
 from zerostd.engine.runtime import runtime_of
 
@@ -134,6 +135,8 @@ class Loop:
         if optimizer is None:
             optimizer = self.adamw(model)
         if self.is_plain:
+            if "precision" in self.form.options:
+                halve(model, optimizer)
             return model, optimizer
         prepared = zerostd.prepare(model, optimizer, **self._options(model) | options)
         self._prepared.append(model)

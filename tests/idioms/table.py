@@ -1,10 +1,7 @@
 """What is expected of every idiom in every form, and the table for people.
 
-expected.json   idiom -> form -> "same" or "refused": what holds
-known.json      idiom -> form -> "different: ..." or "error: ...": what is to be mended; it may only shrink
-
-A cell stands in one of the two. `accept` writes what was observed: a mended cell moves from the second to the first. A
-cell that held and does not hold any more is never written; that is a failure.
+expected.json has idiom -> form -> "same", "same error" or "refused". `accept` writes the outcomes of cells that are not
+there yet. It never writes a result that is different, nor changes a cell: those are failures.
 """
 
 from __future__ import annotations
@@ -16,61 +13,50 @@ from pathlib import Path
 
 from idioms.forms import FORMS
 from idioms.loop import THEMES, idioms
-from idioms.running import DIFFERENT, ERROR, REFUSED, SAME, Outcome
+from idioms.running import DIFFERENT, ERROR, REFUSED, SAME, SAME_ERROR, Outcome
 
 EXPECTED = Path(__file__).with_name("expected.json")
-KNOWN = Path(__file__).with_name("known.json")
 PEERS = Path(__file__).with_name("peers.json")  # peers.py writes it
-GOOD = (SAME, REFUSED)
+GOOD = (SAME, SAME_ERROR, REFUSED)
 
 Cells = dict[str, dict[str, str]]
 Outcomes = Mapping[str, Mapping[str, Outcome]]  # by idiom and form
 
 
 def read(path: Path) -> Cells:
-    """One of the two files; empty if it is not there."""
+    """One of the files beside this one; empty if it is not there."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def complaints(name: str, outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Where the outcomes of an idiom are not what the two files say."""
+    """Where the outcomes of an idiom are not what is expected."""
     expected = read(EXPECTED).get(name, {})
-    known = read(KNOWN).get(name, {})
     lines: list[str] = []
     for form, outcome in outcomes.items():
         seen = f"{form}: {outcome.outcome} ({outcome.detail}) at `{outcome.source}`"
-        if form in expected and outcome.outcome != expected[form]:
+        if form not in expected:
+            lines.append(f"{seen}: not in the file. python -m idioms accept {name}")
+        elif outcome.outcome != expected[form]:
             lines.append(f"{seen}, expected {expected[form]}")
-        elif form in known and outcome.outcome not in GOOD and not known[form].startswith(outcome.outcome):
-            lines.append(f"{seen}, known as {known[form]}")
-        elif form in known and outcome.outcome in GOOD:
-            lines.append(f"{seen}: mended. Move it to expected.json: python -m idioms accept {name}")
-        elif form not in expected and form not in known:
-            lines.append(f"{seen}: stands in neither file. python -m idioms accept {name}")
     return lines
 
 
 def accept(outcomes: Outcomes) -> list[str]:
-    """Write what was observed; returns what was not written because it held before."""
+    """Write what was observed; returns what was not written: results that differ, and cells that had another one."""
     expected = read(EXPECTED)
-    known = read(KNOWN)
     refused: list[str] = []
     for name, cells in outcomes.items():
         for form, outcome in cells.items():
-            held = expected.get(name, {}).get(form)
-            if outcome.outcome in GOOD:
+            before = expected.get(name, {}).get(form)
+            if before is None and outcome.outcome in GOOD:
                 expected.setdefault(name, {})[form] = outcome.outcome
-                known.get(name, {}).pop(form, None)
-            elif held is not None:
-                refused.append(f"{name}, {form}: {outcome.outcome} ({outcome.detail}), was {held}")
-            else:
-                known.setdefault(name, {})[form] = f"{outcome.outcome}: {outcome.detail[:100]}"
-    _write(EXPECTED, expected)
-    _write(KNOWN, known)
+            elif before != outcome.outcome:
+                refused.append(f"{name}, {form}: {outcome.outcome} ({outcome.detail}), was {before}")
+    _write(expected)
     return refused
 
 
-def _write(path: Path, cells: Cells) -> None:
+def _write(cells: Cells) -> None:
     """In the order of the table, a line for each idiom; idioms that are gone are left out."""
     order = [form.name for form in FORMS]
     lines: list[str] = []
@@ -78,15 +64,16 @@ def _write(path: Path, cells: Cells) -> None:
         forms = cells.get(name, {})
         if forms:
             lines.append(f'  "{name}": {json.dumps({form: forms[form] for form in order if form in forms})}')
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    EXPECTED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def counts(outcomes: Outcomes) -> str:
     """How many idioms are what in each form."""
-    lines = ["| form | same | refused | different | error |", "|---|--:|--:|--:|--:|"]
+    lines = ["| form | same | same error | refused | different | error |", "|---|--:|--:|--:|--:|--:|"]
     for form in FORMS:
         kinds = Counter(cells[form.name].outcome for cells in outcomes.values() if form.name in cells)
-        lines.append(f"| {form.name} | {kinds[SAME]} | {kinds[REFUSED]} | {kinds[DIFFERENT]} | {kinds[ERROR]} |")
+        counted = " | ".join(str(kinds[kind]) for kind in (SAME, SAME_ERROR, REFUSED, DIFFERENT, ERROR))
+        lines.append(f"| {form.name} | {counted} |")
     return "\n".join(lines)
 
 
