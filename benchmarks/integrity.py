@@ -88,13 +88,13 @@ class Rates(NamedTuple):
     processor: float  # seconds of processor time for a GB
 
 
-def disk_rates(path: str, num_threads: int, rounds: int) -> dict[str, list[Rates]]:
+def disk_rates(path: str, num_requests: int, rounds: int) -> dict[str, list[Rates]]:
     """Return the rates of writing and reading a GiB through the disk tier, with checksums and without, in turn."""
     memory = aligned(PIECE_BYTES).random_(0, 255)
     rates: dict[str, list[Rates]] = {}
-    disks = {True: Disk(path, Ledger(), num_threads=num_threads)}
+    disks = {True: Disk(path, Ledger(), num_requests=num_requests)}
     with without_checksums():
-        disks[False] = Disk(path, Ledger(), num_threads=num_threads)
+        disks[False] = Disk(path, Ledger(), num_requests=num_requests)
         pieces = {False: [disks[False].allocate(PIECE_BYTES, Kind.BUFFERS) for _ in range(NUM_PIECES)]}
     pieces[True] = [disks[True].allocate(PIECE_BYTES, Kind.BUFFERS) for _ in range(NUM_PIECES)]
     targets = [aligned(PIECE_BYTES).zero_() for _ in range(4)]
@@ -127,17 +127,17 @@ def disk_rates(path: str, num_threads: int, rounds: int) -> dict[str, list[Rates
 
 def disk_rows(options: argparse.Namespace) -> list[str]:
     """Return the table of the disk tier alone."""
-    lines = ["| threads | | GB/s with | GB/s without | without / with | processor s/GB with | without |"]
+    lines = ["| requests | | GB/s with | GB/s without | without / with | processor s/GB with | without |"]
     lines.append("|--:|---|--:|--:|--:|--:|--:|")
-    for num_threads in (4, 8):
-        rates = disk_rates(options.disk_path, num_threads, options.rounds)
+    for num_requests in (4, 8):
+        rates = disk_rates(options.disk_path, num_requests, options.rounds)
         for verb in ("write", "read"):
             checked, plain = (rates[f"{verb}, {how}"] for how in ("with", "without"))
             walls = [median(rate.wall for rate in way) for way in (checked, plain)]
             processor = [median(rate.processor for rate in way) for way in (checked, plain)]
             lines.append(
-                f"| {num_threads} | {verb} | {walls[0] / 1e9:.2f} | {walls[1] / 1e9:.2f} | {walls[1] / walls[0]:.3f} | "
-                f"{processor[0]:.3f} | {processor[1]:.3f} |"
+                f"| {num_requests} | {verb} | {walls[0] / 1e9:.2f} | {walls[1] / 1e9:.2f} | "
+                f"{walls[1] / walls[0]:.3f} | {processor[0]:.3f} | {processor[1]:.3f} |"
             )
     return lines
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
-from zerostd.tiers.disk import NUM_THREADS, Disk
+from zerostd.tiers.disk import NUM_REQUESTS, Disk
 from zerostd.tiers.host import PAGE, aligned
 from zerostd.tiers.packing import TILE_BYTES, Packer
 
@@ -66,9 +66,9 @@ def pack_alone(values: torch.Tensor, item_bytes: int) -> tuple[float, float, flo
     return packed / (len(tiles) * TILE_BYTES), size / packing_s, size / unpacking_s
 
 
-def read_rates(values: torch.Tensor, item_bytes: int, path: str, num_threads: int, rounds: int) -> list[float]:
+def read_rates(values: torch.Tensor, item_bytes: int, path: str, num_requests: int, rounds: int) -> list[float]:
     """Return GB/s of numbers: written as they are and packed, read as they are and packed; medians."""
-    disk = Disk(path, Ledger(), num_threads=num_threads)
+    disk = Disk(path, Ledger(), num_requests=num_requests)
     extents = [disk.allocate(len(values), Kind.PARAMETERS, item_bytes=item) for item in (0, item_bytes)]
     target = aligned(len(values))
     rates: list[list[float]] = [[] for _ in range(4)]
@@ -113,15 +113,15 @@ def main() -> None:
         lines.append(f"| {str(dtype).removeprefix('torch.')} | {part:.3f} | {packs:.2f} | {unpacks:.2f} |")
     lines += [
         "",
-        "| weights | threads | writes, plain | packed | reads, plain | packed | packed / plain reads |",
+        "| weights | requests | writes, plain | packed | reads, plain | packed | packed / plain reads |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for dtype, values in by_dtype.items():
-        for num_threads in (NUM_THREADS, 2 * NUM_THREADS):
-            rates = read_rates(values, dtype.itemsize, options.disk_path, num_threads, options.rounds)
+        for num_requests in (NUM_REQUESTS, 2 * NUM_REQUESTS):
+            rates = read_rates(values, dtype.itemsize, options.disk_path, num_requests, options.rounds)
             texts = " | ".join(f"{rate:.2f}" for rate in rates)
             name = str(dtype).removeprefix("torch.")
-            lines.append(f"| {name} | {num_threads} | {texts} | {rates[3] / rates[2]:.2f} |")
+            lines.append(f"| {name} | {num_requests} | {texts} | {rates[3] / rates[2]:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if options.write:

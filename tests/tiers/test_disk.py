@@ -23,8 +23,9 @@ from support.files import opened
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
-from zerostd.tiers.disk import Disk
-from zerostd.tiers.extents import BLOCK_BYTES
+from zerostd.tiers import extents
+from zerostd.tiers.disk import NUM_REQUESTS, NUM_SPARE, Disk
+from zerostd.tiers.extents import BLOCK_BYTES, Extent
 from zerostd.tiers.host import PAGE, Host
 from zerostd.tiers.scratch_files import MOST_FILES, open_and_unlink
 
@@ -244,10 +245,44 @@ def test_kill_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []  # nobody can have them open
 
 
+@pytest.mark.parametrize("is_write", [True, False])
+def test_the_drive_has_the_next_request_while_a_block_is_summed(tmp_path, ledger, host, monkeypatch, is_write):
+    """With one request at a time at the drive: the sum of the first block waits for the move of the second."""
+    disk = Disk(str(tmp_path), ledger, num_requests=1)
+    memory = host.allocate(2 * BLOCK_BYTES, Kind.BUFFERS).random_(0, 255)
+    extent = disk.allocate(2 * BLOCK_BYTES, Kind.PARAMETERS)
+    disk.write(extent, 0, memory).wait()
+    at_drive = threading.Semaphore(0)  # released by each move
+    num_at_drive: list[int] = []  # as each move begins
+    moving: set[int] = set()
+    first = threading.Lock()
+    waited: list[bool] = []
+    move, sums = Extent._move, extents.crc32_pages
+
+    def moved(self: Extent, *what: object) -> None:
+        moving.add(threading.get_ident())
+        num_at_drive.append(len(moving))
+        move(self, *what)
+        moving.remove(threading.get_ident())
+        at_drive.release()
+
+    def summed(*what: object) -> None:
+        if first.acquire(blocking=False):
+            waited.append(at_drive.acquire(timeout=30) and at_drive.acquire(timeout=30))
+        sums(*what)
+
+    monkeypatch.setattr(Extent, "_move", moved)
+    monkeypatch.setattr(extents, "crc32_pages", summed)
+    (disk.write if is_write else disk.read)(extent, 0, memory).wait()
+    assert waited == [True]
+    assert max(num_at_drive) == 1
+    disk.close()
+
+
 def test_end_of_the_process_waits_for_writes(tmp_path):
     code = """
     import builtins
-    disk = Disk(path, Ledger(), num_threads=1)
+    disk = Disk(path, Ledger(), num_requests=1)
     memory = host.allocate(64 * 2**20, Kind.BUFFERS)
     builtins.kept = disk.write(disk.allocate(64 * 2**20, Kind.PARAMETERS), 0, memory)
     import atexit
@@ -264,7 +299,7 @@ def test_dropped_disk_gives_back_threads_and_files(tmp_path, ledger, host):
     for _ in range(3):
         disk = Disk(str(tmp_path), ledger)
         transfer = disk.write(disk.allocate(4096, Kind.PARAMETERS), 0, host.allocate(4096, Kind.BUFFERS))
-        assert len(set(threading.enumerate()) - before) == 4 and opened(tmp_path)
+        assert len(set(threading.enumerate()) - before) == NUM_REQUESTS + NUM_SPARE and opened(tmp_path)
         del disk
         gc.collect()
         assert transfer.is_done() and not set(threading.enumerate()) - before and not opened(tmp_path)

@@ -73,7 +73,7 @@ def test_priorities_belong_to_a_thread() -> None:
 
 def test_a_disk_serves_the_most_urgent_request_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A background write of many blocks, one of which is under way; then reads of all priorities."""
-    disk = Disk(str(tmp_path), Ledger(), num_threads=1)
+    disk = Disk(str(tmp_path), Ledger(), num_requests=1)
     host = Host(CPU, Ledger(), 1)
     gate = threading.Event()
     begun = threading.Event()

@@ -27,7 +27,7 @@ def ledger() -> Ledger:
 
 @pytest.fixture
 def disk(tmp_path: Path, ledger: Ledger) -> Iterator[Disk]:
-    disk = Disk(str(tmp_path), ledger, num_threads=2)
+    disk = Disk(str(tmp_path), ledger, num_requests=2)
     yield disk
     disk.close()
     assert not any(ledger.now.values())
@@ -108,7 +108,7 @@ def test_parts_can_be_written_and_read_again(
     tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, int, int]]
 ) -> None:
     size = 3 * TILE_BYTES
-    disk = Disk(str(tmp_path_factory.mktemp("disk")), Ledger(), num_threads=2)
+    disk = Disk(str(tmp_path_factory.mktemp("disk")), Ledger(), num_requests=2)
     extent = allocate(disk, size)
     expected = weights(size).clone()
     disk.write(extent, 0, weights(size)).wait()

@@ -278,7 +278,7 @@ class RootCasts(NamedTuple):
 def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> RootCasts | None:
     """Return the casts of a root whose parameters had these dtypes; None if nothing is cast. Outputs have the widest of
     them, unless some parameters had the dtype that all of them compute in now."""
-    outside = frozenset(dtype for dtype in dtypes if dtype.is_floating_point)
+    outside = frozenset({dtype for dtype in dtypes if dtype.is_floating_point})
     inside = precision.compute
     if inside is None or outside <= {inside}:
         return None

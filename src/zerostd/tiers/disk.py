@@ -33,7 +33,8 @@ from zerostd.tiers.scratch_files import MOST_FILES, ScratchFile, reason, support
 from zerostd.tiers.transfer import Done, Transfer
 from zerostd.tiers.worker import Work
 
-NUM_THREADS = 4  # that read and write
+NUM_REQUESTS = 4  # at the drive at a time
+NUM_SPARE = 2  # threads more than that: they sum or unpack meanwhile
 
 Block = tuple[Extent, int, torch.Tensor, bool, Work]  # offset, memory, whether it is written
 Blocks = queue.PriorityQueue[tuple[float, int, Block | None]]  # priority and number of each; None ends a thread
@@ -52,7 +53,7 @@ class Disk:
         path: str | None,
         ledger: Ledger,
         *,
-        num_threads: int = NUM_THREADS,
+        num_requests: int = NUM_REQUESTS,
         limit: int | None = None,
         fallback: Fallback | None = None,
         pace: LinkPace | None = None,
@@ -67,10 +68,10 @@ class Disk:
         self._process = os.getpid()
         self._blocks: Blocks = queue.PriorityQueue()
         self._numbers = itertools.count()
-        self._num_threads = max(1, num_threads)
         self._packers_held = 0  # bytes of host memory
-        names = [f"zerostd-disk-{number}" for number in range(self._num_threads)]
-        serve = (self._blocks, pace or LinkPace())
+        self._num_requests = max(1, num_requests)
+        names = [f"zerostd-disk-{number}" for number in range(self._num_requests + NUM_SPARE)]
+        serve = (self._blocks, pace or LinkPace(), threading.Semaphore(self._num_requests))
         threads = [threading.Thread(target=_serve, args=serve, name=name, daemon=True) for name in names]
         for thread in threads:
             thread.start()
@@ -122,14 +123,14 @@ class Disk:
             self._take_packers()
 
     @staticmethod
-    def packer_bytes(num_threads: int = NUM_THREADS) -> int:
+    def packer_bytes(num_requests: int = NUM_REQUESTS) -> int:
         """Return the bytes of host memory in which threads pack and unpack."""
-        return num_threads * Packer.NUM_BYTES
+        return (num_requests + NUM_SPARE) * Packer.NUM_BYTES
 
     def _take_packers(self) -> None:
         """Enter that memory, once."""
         if not self._packers_held:
-            self._packers_held = self.packer_bytes(self._num_threads)
+            self._packers_held = self.packer_bytes(self._num_requests)
             self._ledger.enter(Kind.BUFFERS, self._packers_held, Tier.HOST)
 
     def _file(self) -> ScratchFile:
@@ -218,16 +219,19 @@ class Disk:
             raise StorageError(f"{extent} is not an extent of this Disk, or was freed; use an extent from allocate")
 
 
-def _serve(blocks: Blocks, pace: LinkPace) -> None:
+def _serve(blocks: Blocks, pace: LinkPace, turns: threading.Semaphore) -> None:
     """Move blocks until None comes. A thread does not keep its Disk alive."""
-    scratch = Scratch()
+    scratch = Scratch(turns)
     while True:
+        scratch.take_turn()
         priority, _, block = blocks.get()
         if block is None:
+            scratch.give_turn()
             return
         work = block[-1]
         be_late()
         error = _carry_out(block, scratch)
+        scratch.give_turn()
         del block  # and with it the memory, which must not wait for the next request
         if priority < Priority.BACKGROUND:
             pace.ask()

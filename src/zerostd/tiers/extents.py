@@ -7,6 +7,10 @@ memory that the disk is there to save.
 [Note: fail-over] When a write fails for good, the extent moves to host memory: what can be read of it is copied, its
 space is given up, and the extent goes on from memory. Pages that could not be read, or were half written, do
 not have their checksum: reading them raises, unless they are written first.
+
+[Note: turns at the drive] The drive always has as many requests as it works best with. A thread gives its turn away
+before it sums or unpacks a block, and a Disk has more threads than turns. What a block moves after that goes without a
+turn: a thread that waited for one here could wait for a thread that waits for it in a fail-over.
 """
 
 from __future__ import annotations
@@ -42,11 +46,24 @@ log = logging.getLogger("zerostd")
 
 
 class Scratch:
-    """Memory of one thread that moves blocks."""
+    """Memory of one thread that moves blocks, and its turn at the drive. [Note: turns at the drive]"""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: threading.Semaphore) -> None:
         self.page = aligned(PAGE)  # for the end of a block that does not fill one
         self.checksums = torch.empty(BLOCK_BYTES // PAGE, dtype=torch.int32)  # of the pages of a block
+        self._turns = turns
+        self._has_turn = False
+
+    def take_turn(self) -> None:
+        """Wait until fewer requests are at the drive than it is to have at a time."""
+        self._turns.acquire()
+        self._has_turn = True
+
+    def give_turn(self) -> None:
+        """Let the next request reach the drive; nothing happens if that was done before."""
+        if self._has_turn:
+            self._has_turn = False
+            self._turns.release()
 
     @functools.cached_property
     def packer(self) -> Packer:
@@ -201,9 +218,11 @@ class Extent:
         body = len(block) // PAGE * PAGE
         num_pages = body // PAGE
         self._move(os.preadv, block[:body], offset)
-        crc32_pages(block[:body], PAGE, scratch.checksums[:num_pages])
         if body < len(block):
             self._move(os.preadv, scratch.page, offset + body)
+        scratch.give_turn()
+        crc32_pages(block[:body], PAGE, scratch.checksums[:num_pages])
+        if body < len(block):
             crc32_pages(scratch.page, PAGE, scratch.checksums[num_pages : num_pages + 1])
             num_pages += 1
             block[body:] = scratch.page[: len(block) - body]
@@ -236,15 +255,16 @@ class Extent:
 
     def _write(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
         body = len(block) // PAGE * PAGE
+        num_pages = body // PAGE
         checksums = self._checksums[offset // PAGE :]
-        crc32_pages(block[:body], PAGE, scratch.checksums[: body // PAGE])
         self._move(os.pwritev, block[:body], offset)
-        checksums[: body // PAGE] = scratch.checksums[: body // PAGE]
-        if body == len(block):
-            return
-        scratch.page[: len(block) - body] = block[body:]
-        self._move(os.pwritev, scratch.page, offset + body)
-        crc32_pages(scratch.page, PAGE, checksums[body // PAGE : body // PAGE + 1])
+        if body < len(block):
+            scratch.page[: len(block) - body] = block[body:]
+            self._move(os.pwritev, scratch.page, offset + body)
+        scratch.give_turn()
+        crc32_pages(block[:body], PAGE, checksums[:num_pages])
+        if body < len(block):
+            crc32_pages(scratch.page, PAGE, checksums[num_pages : num_pages + 1])
 
     def _move(self, move: Move, pages: torch.Tensor, offset: int) -> None:
         """Read or write whole pages. Goes on after short moves."""
