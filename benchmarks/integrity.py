@@ -7,6 +7,9 @@ First the checksums alone, then the disk tier alone, with checksums and without 
 on disk take steps in turn: one as it is, one whose checksums are not computed. Then a model for each tier is saved with
 `wait=False`; the stall is the length of the call, and what the steps under the checkpoint take longer than those before
 it. `--seconds` leaves out what would begin later.
+
+`--limit-mb 500` lets Linux hold the drive to 500 MB/s in each direction (a control group of blkio; root only), so that
+the drive bounds the steps of a machine with a fast drive and few cores.
 """
 
 from __future__ import annotations
@@ -179,7 +182,20 @@ def stall(options: argparse.Namespace, place: str, folder: str) -> tuple[float, 
     return call_s, slower_s, total_s
 
 
+def hold_drive(path: str, rate_mb: int) -> None:
+    """Limit what this process reads from the drive of `path` and writes to it, for the rest of its life."""
+    group = Path("/sys/fs/cgroup/blkio/zerostd-integrity")
+    group.mkdir(exist_ok=True)
+    device = os.stat(path).st_dev
+    for verb in ("read", "write"):
+        rate = f"{os.major(device)}:{os.minor(device)} {rate_mb * 1_000_000}"
+        Path(group, f"blkio.throttle.{verb}_bps_device").write_text(rate)
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+
+
 def main(options: argparse.Namespace) -> None:
+    if options.limit_mb is not None:
+        hold_drive(options.disk_path, options.limit_mb)
     torch.manual_seed(0)
     begin = time.monotonic()
     num_parameters = options.depth * (WIDTH * WIDTH + WIDTH)
@@ -239,5 +255,6 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--disk-path", default=tempfile.gettempdir())
+    parser.add_argument("--limit-mb", type=int, help="hold the drive to so many MB/s each way")
     parser.add_argument("--write", metavar="NAME", help="write results/NAME.md, and to $OUT if set")
     main(parser.parse_args())
