@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zerostd.communication.shared_wires import SharedWires
-from zerostd.communication.wires import Collective, Wires, WriteMean
+from zerostd.communication.wires import Collective, Wires, WriteMean, all_gather
 from zerostd.communication.world import World
 from zerostd.kernels import coded_bytes, decode_blocks, encode_blocks
 from zerostd.monitoring import Ledger
@@ -130,7 +130,7 @@ class CodedWires(Wires):
         self._reserve(self._exchanged_bytes(full.nbytes))
         self._write_mean(full, mine, accumulate=False)
         coded = self._encode(mine, MEAN_BITS, self._entry)
-        dist.all_gather_into_tensor(coded.view(-1), coded[self.world.shard_rank], group=self._channels.reduce)
+        all_gather(coded.view(-1), coded[self.world.shard_rank], group=self._channels.reduce)
         _decode_slices(coded, MEAN_BITS, full, self._num_threads)
 
     def _exchange(self, full: torch.Tensor) -> tuple[dist.Work, WriteMean]:
@@ -175,7 +175,7 @@ class CodedWires(Wires):
 
             def run() -> None:
                 coded = self._encode(shard, bits, verb)
-                dist.all_gather_into_tensor(coded.view(-1), coded[self.world.shard_rank], group=group)
+                all_gather(coded.view(-1), coded[self.world.shard_rank], group=group)
                 _decode_slices(coded, bits, full, self._num_threads)
 
             return self._on_stream(self._gathers, group, run)

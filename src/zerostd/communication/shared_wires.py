@@ -58,15 +58,10 @@ class SharedWires(Wires):
         return received
 
     def _reserve_received(self, largest: int) -> int:
-        if largest >= SMALLEST_BYTES and self.world.num_shards > 1 and self._is_one_host():
+        if largest >= SMALLEST_BYTES and self.world.num_shards > 1 and len(self._hosts) == 1 and "" not in self._hosts:
             self._segments = self._map(largest)
             self._slot_bytes = largest
         return 0 if self._segments else super()._reserve_received(largest)
-
-    def _is_one_host(self) -> bool:
-        ranks = dist.get_process_group_ranks(self._channels.reduce)
-        names = {self._channels.peers.hosts[rank] for rank in ranks}
-        return len(names) == 1 and "" not in names
 
     def _map(self, largest: int) -> list[torch.Tensor]:
         """Make this rank's segment and map everyone's; none on all ranks if that fails on one. All of them call it."""

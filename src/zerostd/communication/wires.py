@@ -6,7 +6,8 @@ ranks of one host, shared_wires.py. Every byte this rank sends is entered in the
 
 [Note: gloo] gloo's own all-gather passes slices around a ring and its reduce-scatter is an all-reduce; a broadcast per
 slice and an all-to-all with a sum in rank order move the same bytes in a third of the time, and the sum has one
-order whatever the timing.
+order whatever the timing. Between hosts a ring it is: a broadcast takes slices to a host for each of its ranks, and a
+ring once.
 
 [Note: streams] On a device gathers and reduces have a stream each: in backward the next gather does not wait for the
 last reduce. A reduce writes straight to where the gradient rests, unless it is added to what is there.
@@ -17,6 +18,7 @@ one replica, and each slice is then averaged over replicas. Only slices cross fr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -32,6 +34,9 @@ from zerostd.tiers import Done, StreamEvent, Transfer, record_event
 
 Start = Callable[[], Transfer]  # of a collective
 WriteMean = Callable[..., None]  # (out, *, accumulate): writes the mean of received slices to `out`, or adds it
+# Torch 2.13 deprecates the names that older releases have.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
 
 
@@ -118,6 +123,11 @@ class Wires:
     def _operation(self) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.SUM if self.sums else dist.ReduceOp.AVG
 
+    @functools.cached_property
+    def _hosts(self) -> set[str]:
+        """The hosts of the ranks that share a replica, see `host_name`."""
+        return {self._channels.peers.hosts[rank] for rank in dist.get_process_group_ranks(self._channels.reduce)}
+
     @property
     def _gathering(self) -> dist.ProcessGroup:
         return self._channels.regather if self.in_backward else self._channels.gather
@@ -168,7 +178,7 @@ class Wires:
         if self._gathers is not None:
             self.ledger.sent[self.gather_entry] += shard.nbytes * (self.world.num_shards - 1)
             group = self._gathering
-            return self._on_stream(self._gathers, group, lambda: dist.all_gather_into_tensor(full, shard, group=group))
+            return self._on_stream(self._gathers, group, lambda: all_gather(full, shard, group=group))
         return self._spread(full, shard, self.gather_entry)
 
     def gather_weights(self, full: torch.Tensor, shard: torch.Tensor) -> Transfer:
@@ -221,12 +231,12 @@ class Wires:
             dist.all_reduce(full, self._operation, group=self._channels.reduce)
         else:
             self._reduce_slice(full, mine)
-            dist.all_gather_into_tensor(full, mine, group=self._channels.reduce)
+            all_gather(full, mine, group=self._channels.reduce)
 
     def _reduce_slice(self, full: torch.Tensor, mine: torch.Tensor) -> None:
         """Write the mean of my slice to `mine`, which may be that slice of `full`, on the current stream."""
         self.ledger.sent[self._entry] += mine.nbytes * (self.world.num_shards - 1)
-        dist.reduce_scatter_tensor(mine, full, op=self._operation, group=self._channels.reduce)
+        reduce_scatter(mine, full, op=self._operation, group=self._channels.reduce)
         if self._across is not None:
             self._across._average(mine)
 
@@ -293,8 +303,12 @@ class Wires:
         mine = slices[self.world.shard_rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
+        works: list[dist.Work | None]
         with self.world.waiting():
-            works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+            if len(self._hosts) > 1:
+                works = [all_gather(full.view(torch.uint8), mine.view(torch.uint8), group=group, async_op=True)]
+            else:
+                works = [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
         return Collective(self.world, [work for work in works if work is not None])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
