@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerostd.optimizers.gradients import LossScale, scale_gradient
+from zerostd.optimizers.loss_scale import LossScale, scale_gradient
 
 
 @given(st.lists(st.booleans(), max_size=30))

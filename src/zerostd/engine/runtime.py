@@ -20,7 +20,8 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.monitoring import Ledger, Memory
 from zerostd.monitoring.events import LoopPhase
-from zerostd.optimizers.gradients import Gradients, LossScale, scale_gradient
+from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.loss_scale import LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint, RootCasts, root_casts

@@ -2,17 +2,12 @@
 
 Norms are taken of what this rank keeps and summed over ranks; gradients that every rank holds whole (stage 0) are
 counted once. Factors wait until the update reads the gradient, unless someone touches one parameter's alone.
-
-In fp16 a dynamic loss scale keeps small gradients above fp16's smallest numbers. It enters at the root's outputs in
-backward, so the user's loop stays as it is, and the update takes it out again. A step whose gradients overflowed on any
-rank is skipped on all, and the scale halved.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +18,7 @@ from zerostd.communication import Wires
 from zerostd.communication.dtensors import local_values
 from zerostd.compat import no_torch_function, version_of
 from zerostd.errors import MisuseError
+from zerostd.optimizers.loss_scale import LossScale
 from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
 from zerostd.parameters.observing import StepObserver
@@ -33,39 +29,6 @@ DROPPED = (
     "zero_grad(), with p.grad.clone()"
 )
 HOMOGENEOUS = (torch.ops.aten.mul_.Tensor, torch.ops.aten.zero_.default)  # whatever factor is still to come
-
-
-@dataclass
-class LossScale:
-    """The scale and its history, as torch.amp.GradScaler keeps them."""
-
-    value: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    steps_since_overflow: int = 0
-    num_skipped: int = 0
-
-    def update(self, *, overflowed: bool) -> None:
-        """Learn from one step."""
-        if overflowed:
-            self.value *= self.backoff_factor
-            self.steps_since_overflow = 0
-            self.num_skipped += 1
-            return
-        self.steps_since_overflow += 1
-        if self.steps_since_overflow >= self.growth_interval:
-            self.value *= self.growth_factor
-            self.steps_since_overflow = 0
-
-
-def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return a view of `tensor` through which gradients flow back multiplied by `factor`."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor
-    view = tensor.view_as(tensor)
-    view.register_hook(partial(torch.mul, other=factor))
-    return view
 
 
 @dataclass
