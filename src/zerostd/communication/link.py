@@ -5,7 +5,8 @@ own no shard. Every message goes from one rank to another one, over gloo, in til
 every server, so the sequences of all workers must be alike:
 
     PUSH flat     this server's slice of the gradient of one flat follows, tile by tile
-    CALL          the first worker's call follows: a step, a checkpoint; the first server answers every worker
+    STEP          the first worker's request follows; new parameters are the answer
+    CALL          the first worker's request follows, for a checkpoint; the first server answers every worker
     END           this worker needs the servers no more
 
 Parameters come back under a number of their own for each flat, so they may be sent in any order.
@@ -36,8 +37,9 @@ class Message(enum.IntEnum):
     """What a worker sends next."""
 
     PUSH = 1
-    CALL = 2
-    END = 3
+    STEP = 2
+    CALL = 3
+    END = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +134,12 @@ class ServerLink:
         return self._receive_object(self.servers[0], what)
 
     def tell(self, request: Any) -> None:
-        """Send the request that follows a CALL, on the first worker."""
+        """Send the request that follows a STEP or a CALL, on the first worker."""
         for server in self.servers:
             self._send_object(request, server)
 
     def request(self) -> Any:
-        """Return the request that follows a CALL, on a server."""
+        """Return the request that follows a STEP or a CALL, on a server."""
         return self._receive_object(0, "a call of the workers")
 
     def answer(self, value: Any) -> None:
