@@ -19,14 +19,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerostd.communication.peers import Peers
-from zerostd.errors import CommunicationError, PrepareError
+from zerostd.errors import CommunicationError
 
 TILE_BYTES = 8 << 20
 CALLS = 0  # number of the messages that are in sequence
@@ -99,23 +98,6 @@ class ServerLink:
             said = "; ".join(f"rank {r}: {Message(int(m)).name} {int(f)}" for r, (m, f) in enumerate(heads))
             raise CommunicationError(f"workers do not make the same calls: {said}. Make the same calls on all workers")
         return Message(int(heads[0, 0])), int(heads[0, 1])
-
-    def collect(self, value: Any) -> list[Any]:
-        """Return everyone's value, by rank."""
-        values: list[Any] = [None] * self.group.size()
-        with self.peers.waiting():
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def check_equal(self, what: str, lines: Sequence[str]) -> None:
-        """Raise PrepareError if workers and servers were given different things, with the first difference."""
-        everyone = self.collect(list(lines))
-        for rank, theirs in enumerate(everyone):
-            for ours, other in zip_longest(everyone[0], theirs):
-                if ours != other:
-                    raise PrepareError(
-                        f"ranks were given different {what}: {ours!r} on rank 0 and {other!r} on rank {rank}"
-                    )
 
     def broadcast(self, value: torch.Tensor) -> torch.Tensor:
         """Return the first worker's values, on the device of `value`."""

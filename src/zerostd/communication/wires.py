@@ -343,6 +343,24 @@ class Wires:
         return event
 
 
+class NodeWires(Wires):
+    """The gathers of one prepared model inside this rank's node, from the secondary shards that its ranks keep. What
+    they bring has come over the wires between all ranks, so it travels as it is, whatever those code."""
+
+    gather_entry = "node"
+
+    def __init__(self, wires: Wires) -> None:
+        """Take the wires between all ranks, which know the pass that runs."""
+        channels = wires.world.channels
+        assert channels is not None and channels.node is not None and channels.node_regather is not None
+        super().__init__(wires.world.inside(channels.node, channels.node_regather), wires.ledger)
+        self._everywhere = wires
+
+    @property
+    def _gathering(self) -> dist.ProcessGroup:
+        return self._channels.regather if self._everywhere.in_backward else self._channels.gather
+
+
 def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:
     """Return wires to the ranks that compute the same activations, each of which keeps a slice; None if alone."""
     if group is None:
