@@ -61,10 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if parameter.requires_grad:
                     arrived = functools.partial(self._arrived, weakref.ref(self), index)
                     hooks.callback(parameter.register_post_accumulate_grad_hook(arrived).remove)
-                if parameter.requires_grad and op == Sum:
-                    scale = functools.partial(torch.mul, other=size())
-                    hooks.callback(parameter.register_hook(scale).remove)
-            self.container, self._zero = _prepare(named, optimizer, stage, compression)
+            self.container, self._zero = _prepare(named, optimizer, stage, compression, op)
             self._zero.compares_options = False  # a rank in join takes those of the others in each step; see _agree
             self._hooks = hooks.pop_all()
         # not __init__, which would add groups of parameters: these are the ones of the other optimizer
@@ -182,7 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._announce(Event.STATE)
         session().check_present("optimizer.state_dict()")
         self._agree(session().receive())
-        return states.gather_states(self._zero.state_dict(), states.parameters_of(self.param_groups))
+        packed = super().state_dict()
+        whole = {number: states.on_host(state.read()) for number, state in sorted(packed["state"].items())}
+        return {**packed, "state": whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take options now, and states before the next step, or in `hvd.broadcast_optimizer_state` if only one rank
@@ -321,7 +320,7 @@ def _check_parameters(named: Named, compression: torch.dtype | None) -> None:
 
 
 def _prepare(
-    named: Named, optimizer: torch.optim.Optimizer, stage: int, compression: torch.dtype | None
+    named: Named, optimizer: torch.optim.Optimizer, stage: int, compression: torch.dtype | None, op: ReduceOp
 ) -> tuple[nn.Module, Any]:
     """Shard the parameters, with rank 0's values on all ranks. The optimizer's options stay this rank's own."""
     container = nn.Identity()  # computes nothing: the script's own modules do
@@ -333,7 +332,9 @@ def _prepare(
     states.write_options(optimizer.param_groups, broadcast_object(options, 0))  # ranks may differ until they broadcast
     optimizer.state.clear()  # likewise: taken when all ranks have them
     try:
-        return zerostd.prepare(container, optimizer, stage=stage, placement=zerostd.Placement(), precision=precision)
+        reduce = "sum" if op == Sum else "mean"
+        kept = zerostd.Placement()
+        return zerostd.prepare(container, optimizer, stage=stage, placement=kept, precision=precision, reduce=reduce)
     except BaseException:
         optimizer.state.update(own)
         raise

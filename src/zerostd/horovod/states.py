@@ -1,4 +1,4 @@
-"""States and options of an optimizer: whole ones from the ranks' shards, this rank's shard of whole ones."""
+"""Options of an optimizer, and this rank's shards of whole states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from zerostd.horovod.collectives import allgather_object
 from zerostd.horovod.world import rank, size
 
 Groups = list[dict[str, Any]]  # param_groups, or their options alone
@@ -28,18 +27,6 @@ def write_options(param_groups: Groups, options: Groups) -> None:
                 group[key].copy_(torch.as_tensor(value))
             else:
                 group[key] = value
-
-
-def gather_states(shards: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
-    """Return whole states in torch's format from the shards of each rank. Collective, one parameter at a time."""
-    whole: dict[int, dict[str, Any]] = {}
-    for number, parameter in enumerate(parameters):
-        begin, _ = shards["zerostd"]["intervals"].get(number, (0, 0))
-        parts = allgather_object((begin, on_host(shards["state"].get(number, {}))))
-        states = [part for _, part in sorted(parts, key=lambda part: part[0]) if part]
-        if states:
-            whole[number] = {key: _join([part[key] for part in states], parameter) for key in states[0]}
-    return {"state": whole, "param_groups": shards["param_groups"]}
 
 
 def shard_states(whole: dict[str, Any], shards: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
@@ -63,14 +50,6 @@ def on_host(values: Any) -> Any:
 def parameters_of(param_groups: Groups) -> list[nn.Parameter]:
     """Return the parameters in the order in which torch numbers them."""
     return [parameter for group in param_groups for parameter in group["params"]]
-
-
-def _join(parts: list[Any], parameter: nn.Parameter) -> Any:
-    """Return one state from its parts in the order of elements. Ranks that hold all of it have the same."""
-    first = parts[0]
-    if not isinstance(first, torch.Tensor) or first.dim() == 0 or first.numel() == parameter.numel():
-        return first
-    return torch.cat([part.reshape(-1) for part in parts]).reshape(parameter.shape)
 
 
 def _has_elements(value: Any, parameter: nn.Parameter) -> bool:
