@@ -42,9 +42,7 @@ class WorkerWires(Wires):
     def reserve(self, largest: int) -> None:
         """Do nothing: nothing is received here."""
 
-    def reduce(
-        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
-    ) -> Transfer:
+    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
         """Start sending every server its slice of a gradient. Nothing lands here."""
         if accumulate:
             raise MisuseError(
