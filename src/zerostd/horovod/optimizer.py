@@ -266,9 +266,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         if rank() != root_rank:
             optimizer.load_state_dict(state)
     for own in distributed:
-        options = broadcast_object(states.read_options(own.param_groups), root_rank)
+        mine = (states.read_options(own.param_groups), states.on_host(own.loaded))
+        options, own.loaded = broadcast_object(mine, root_rank)
         states.write_options(own.param_groups, options)
-        own.loaded = broadcast_object(states.on_host(own.loaded), root_rank)
         own.take_loaded()
 
 

@@ -32,13 +32,12 @@ def write_options(param_groups: Groups, options: Groups) -> None:
 def shard_states(whole: dict[str, Any], shards: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
     """Return this rank's shards of whole states, as zerostd's optimizer loads them; options are those of `shards`.
     States of another length than the parameter stay as they are, and zerostd refuses them."""
-    states = {
-        number: {
-            key: value.reshape(-1)[begin:end] if _has_elements(value, parameters[number]) else value
-            for key, value in whole["state"].get(number, {}).items()
-        }
-        for number, (begin, end) in shards["zerostd"]["intervals"].items()
-    }
+    states: dict[int, dict[str, Any]] = {}
+    for number, (begin, end) in shards["zerostd"]["intervals"].items():
+        states[number] = dict(whole["state"].get(number, {}))
+        for key, value in states[number].items():
+            if torch.is_tensor(value) and value.dim() > 0 and value.numel() == parameters[number].numel():
+                states[number][key] = value.reshape(-1)[begin:end]
     return {"state": states, "param_groups": shards["param_groups"], "zerostd": {"rank": rank(), "size": size()}}
 
 
@@ -50,8 +49,3 @@ def on_host(values: Any) -> Any:
 def parameters_of(param_groups: Groups) -> list[nn.Parameter]:
     """Return the parameters in the order in which torch numbers them."""
     return [parameter for group in param_groups for parameter in group["params"]]
-
-
-def _has_elements(value: Any, parameter: nn.Parameter) -> bool:
-    """Return whether a state has an element for each of the parameter, unlike a count of steps."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()

@@ -72,7 +72,7 @@ class ShardedValue:
         return self.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _, _ in self._boxes]
+        return [ChunkStorageMetadata(offsets, torch.Size(box.sizes)) for offsets, (box, _, _) in self.places.items()]
 
     def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -95,10 +95,6 @@ class ShardedValue:
             for offsets, (box, record, _) in self.places.items()
         }
         return copy
-
-    @property
-    def _boxes(self) -> Iterable[tuple[Box, SavedInterval, int]]:
-        return self.places.values()
 
     def read(self, offsets: torch.Size) -> torch.Tensor:
         """Return the values of a box: a view where they are in memory, a copy where they are on disk."""
