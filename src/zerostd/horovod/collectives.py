@@ -43,14 +43,19 @@ def on_all_ranks(call: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        for name, (accepted, remedy) in REFUSED.items():
-            value = options.pop(name, accepted)  # the accepted one changes nothing
-            if value != accepted:
-                raise NotSupportedError(f"{label}({name}={value!r}): {remedy}")
+        _take_accepted(options, label)
         session().check_present(f"{label}()")
         return call(*args, **options)
 
     return checked
+
+
+def _take_accepted(options: dict[str, Any], label: str) -> None:
+    """Remove arguments in REFUSED that have the accepted value, which change nothing, and refuse other values."""
+    for name, (accepted, remedy) in REFUSED.items():
+        value = options.pop(name, accepted)
+        if value != accepted:
+            raise NotSupportedError(f"{label}({name}={value!r}): {remedy}")
 
 
 @on_all_ranks

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import zerostd
 from zerostd import MisuseError, NotSupportedError, PrepareError
-from zerostd.horovod import collectives, states
+from zerostd.horovod import collectives
 from zerostd.horovod.collectives import Average, Compression, ReduceOp, Sum, broadcast_object, on_all_ranks
 from zerostd.horovod.world import Call, Event, rank, session, size
 
 Named = list[tuple[str, nn.Parameter]]
+Groups = list[dict[str, Any]]  # param_groups, or their options alone
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -83,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, calls: list[Call]) -> None:
         self._agree(calls)
         if session().num_joined:
-            states.write_options(self.param_groups, session().share(states.read_options(self.param_groups)))
+            write_options(self.param_groups, session().share(read_options(self.param_groups)))
         self._zero.step()
         list(self.container.parameters())  # reading them waits until they are whole
         self._forget_passes()
@@ -158,7 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _announce(self, event: Event) -> None:
         """Announce a call for which `_agree` compares the ranks."""
-        options = zlib.crc32(repr(states.read_options(self.param_groups)).encode())
+        options = zlib.crc32(repr(read_options(self.param_groups)).encode())
         session().announce(event, options, self.loaded is not None)
 
     def _agree(self, calls: list[Call]) -> None:
@@ -180,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session().check_present("optimizer.state_dict()")
         self._agree(session().receive())
         packed = super().state_dict()
-        whole = {number: states.on_host(state.read()) for number, state in sorted(packed["state"].items())}
+        whole = {number: on_host(state.read()) for number, state in sorted(packed["state"].items())}
         return {**packed, "state": whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -193,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the state_dict has param_groups with {counts} parameters, but this optimizer has {expected}: load "
                 "a state_dict of the same model"
             )
-        states.write_options(self.param_groups, states.read_options(state_dict["param_groups"]))
+        write_options(self.param_groups, read_options(state_dict["param_groups"]))
         self.loaded = state_dict
         if size() == 1:
             self.take_loaded()
@@ -201,8 +203,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def take_loaded(self) -> None:
         """Keep this rank's shards of loaded states. All ranks have some, or none."""
         if self.loaded is not None:
-            parameters = states.parameters_of(self.param_groups)
-            self._zero.load_state_dict(states.shard_states(self.loaded, self._zero.state_dict(), parameters))
+            own = {"rank": rank(), "size": size()}
+            whole = {"state": self.loaded["state"], "param_groups": self.param_groups, "zerostd": own}
+            self._zero.load_state_dict(whole)
             self.loaded = None
             list(self.container.parameters())  # reading them waits until they are whole
 
@@ -262,14 +265,35 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     # the optimizer itself, or the one that was made of it: both have the same groups
     distributed = [own for own in session().optimizers if own.param_groups is optimizer.param_groups]
     if not distributed:
-        state = broadcast_object(states.on_host(optimizer.state_dict()), root_rank)
+        state = broadcast_object(on_host(optimizer.state_dict()), root_rank)
         if rank() != root_rank:
             optimizer.load_state_dict(state)
     for own in distributed:
-        mine = (states.read_options(own.param_groups), states.on_host(own.loaded))
+        mine = (read_options(own.param_groups), on_host(own.loaded))
         options, own.loaded = broadcast_object(mine, root_rank)
-        states.write_options(own.param_groups, options)
+        write_options(own.param_groups, options)
         own.take_loaded()
+
+
+def read_options(param_groups: Groups) -> Groups:
+    """Return a copy of param_groups without the parameters, which can be sent to any rank."""
+    return [on_host({key: value for key, value in group.items() if key != "params"}) for group in param_groups]
+
+
+@torch.no_grad()
+def write_options(param_groups: Groups, options: Groups) -> None:
+    """Write options into param_groups. The dicts stay the same ones, and so does an lr that is a tensor."""
+    for group, new in zip(param_groups, options, strict=True):
+        for key, value in new.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(value))
+            else:
+                group[key] = value
+
+
+def on_host(values: Any) -> Any:
+    """Return a copy of nested values with every tensor on the CPU, which can be sent to any rank."""
+    return tree_map(lambda value: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value, values)
 
 
 def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceOp, stage: int) -> None:
@@ -288,7 +312,7 @@ def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceO
 
 def _name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> Named:
     """Return the optimizer's parameters in the order of the model, with their names."""
-    parameters = states.parameters_of(optimizer.param_groups)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return [(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters)]
     everything = list(named_parameters)
@@ -327,9 +351,9 @@ def _prepare(
     for name, parameter in named:  # in one child each: grouping then packs neighbours by size alone
         container.add_module("model/" + name.replace(".", "/"), nn.ParameterList([parameter]))
     precision = zerostd.Precision("compressed", None, compression) if compression and size() > 1 else None
-    options = states.read_options(optimizer.param_groups)
+    options = read_options(optimizer.param_groups)
     own = dict(optimizer.state)
-    states.write_options(optimizer.param_groups, broadcast_object(options, 0))  # ranks may differ until they broadcast
+    write_options(optimizer.param_groups, broadcast_object(options, 0))  # ranks may differ until they broadcast
     optimizer.state.clear()  # likewise: taken when all ranks have them
     try:
         reduce = "sum" if op == Sum else "mean"
@@ -339,4 +363,4 @@ def _prepare(
         optimizer.state.update(own)
         raise
     finally:
-        states.write_options(optimizer.param_groups, options)
+        write_options(optimizer.param_groups, options)
