@@ -108,16 +108,15 @@ class ServerLink:
 
     def call(self, request: Any, what: str) -> Any:
         """Let the servers do something, on all workers; the request is the first one's. Returns their answer."""
-        self.wait(self.announce(Message.CALL), what)
-        if self.rank == 0:
-            self.tell(request)
+        self.ask(Message.CALL, request, what)
         ready = torch.zeros(1, dtype=torch.int64)
         self.wait(self.receive(ready, self.servers[0]), what, has_limit=False)  # a checkpoint takes its time
         return self._receive_object(self.servers[0], what)
 
-    def tell(self, request: Any) -> None:
-        """Send the request that follows a STEP or a CALL, on the first worker."""
-        for server in self.servers:
+    def ask(self, message: Message, request: Any, what: str) -> None:
+        """Announce a STEP or a CALL on all workers, and send the request of the first one."""
+        self.wait(self.announce(message), what)
+        for server in self.servers if self.rank == 0 else ():
             self._send_object(request, server)
 
     def request(self) -> Any:

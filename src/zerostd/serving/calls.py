@@ -54,15 +54,12 @@ class ServedSteps(StepObserver):
     def after_step(self) -> None:
         """Ask for the new parameters."""
         runtime = self.runtime
-        link = link_of(runtime)
-        link.wait(link.announce(Message.STEP), "the step of the servers")
-        if link.rank:
-            return
         assert runtime.optimizer is not None
         with no_torch_function():
             used = [GRAD.__get__(trained.parameter) is not None for trained in runtime.backward.trained]
         order = [self._numbers[flat] for group in runtime.update_order() for flat in group.trainable]
-        link.tell(partial(Server.step, options=snapshot(runtime.optimizer.param_groups), used=used, order=order))
+        request = partial(Server.step, options=snapshot(runtime.optimizer.param_groups), used=used, order=order)
+        link_of(runtime).ask(Message.STEP, request, "the step of the servers")
 
 
 def link_of(runtime: Runtime) -> ServerLink:
