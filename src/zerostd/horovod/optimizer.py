@@ -141,18 +141,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             while True:
                 self._announce(Event.JOIN)
                 calls = session().receive()
-                call = next((call for call in calls if call.event is not Event.JOIN), None)
-                match call:
+                match next((call for call in calls if call[0] is not Event.JOIN), None):
                     case None:
                         return session().last_rank
-                    case Call(Event.BACKWARD, index, adds):
+                    case Event.BACKWARD, index, adds:
                         if not adds:
                             self._zero.zero_grad()
                         parameter = self.parameters[int(index)]
                         torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
-                    case Call(Event.CLIP, max_norm, norm_type):
+                    case Event.CLIP, max_norm, norm_type:
                         self._zero.clip_grad_norm_(max_norm, norm_type)
-                    case Call(Event.STEP):
+                    case Event.STEP, *_:
                         self._step(calls)
         finally:
             self._follows = False
@@ -165,8 +164,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _agree(self, calls: list[Call]) -> None:
         """Refuse a call if ranks differ. Otherwise keep this rank's shards of loaded states."""
-        options = {call.first for call in calls if call.event is not Event.JOIN}
-        has_loaded = {call.second for call in calls}
+        options = {checksum for event, checksum, _ in calls if event is not Event.JOIN}
+        has_loaded = {is_loaded for *_, is_loaded in calls}
         if len(options) > 1 or len(has_loaded) > 1:
             raise MisuseError(
                 "ranks have different options in param_groups, such as lr, or load_state_dict() was called on some "
