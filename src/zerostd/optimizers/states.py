@@ -77,7 +77,7 @@ def _shaped(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, Any]) -> None:
-    """Take over what `save_states` gave on the same rank, or a plain torch state_dict in a world of one."""
+    """Take over what `save_states` gave on the same rank, states whole or in part; in a world of one also torch's."""
     world = gradients.wires.world
     ours = state_dict.get("zerostd", {"rank": 0, "size": 1})
     groups = state_dict["param_groups"]
