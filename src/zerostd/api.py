@@ -36,8 +36,7 @@ from zerostd.preparing.building import add_masters, build
 from zerostd.preparing.options import check_budget, check_settings, target_device
 from zerostd.preparing.proposing import plan_for
 from zerostd.replanning.late import attach, attach_late
-from zerostd.serving.calls import full_state_of, load_model, release_any, save_model
-from zerostd.serving.server import begin_role
+from zerostd.serving.calls import begin_role, full_state_of, load_model, release_any, save_model
 from zerostd.tiers import Done
 
 Model = TypeVar("Model", bound=nn.Module)

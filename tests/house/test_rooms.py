@@ -35,7 +35,6 @@ SHARED_FILES: dict[str, str] = {
     "report.py": "the report, and the command that makes one",
     "world.py": "the ranks, and Horovod's names for them",
     "optimizer.py": "the optimizer users get back, and Horovod's",
-    "states.py": "optimizer states as state_dicts, and Horovod's",
 }
 SHARED_CLASSES: dict[str, str] = {
     "ZeroStrategy": "of Fabric and of the Trainer: Lightning has a class for each",

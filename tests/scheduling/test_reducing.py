@@ -50,15 +50,13 @@ class Loopback(Wires):
         self.sent: list[Update] = []
         self.buffers: list[int] = []
 
-    def reduce(
-        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
-    ) -> Transfer:
+    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
         self.buffers.append(full.data_ptr())
         assert not accumulate
         self.sent.append(Update(lambda: land.copy_(full[: land.numel()])))
         return self.sent[-1]
 
-    def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
+    def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
         self.sent.append(Update())
         return self.sent[-1]
 

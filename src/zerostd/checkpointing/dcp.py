@@ -27,7 +27,6 @@ from zerostd.checkpointing.storage.dcp_files import (
     OURS,
     TENSORS_OF_OURS,
     DcpCheckpoint,
-    OptimizerLike,
     SavePlanner,
     ShardedValue,
     first_failure,
@@ -91,15 +90,9 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
         )
     for earlier in finish_saves(runtime):  # one at a time: they share a process group
         earlier.forget_exit()
-    cause: CheckpointError | None = None
-    state: dict[str, Any] = {}
-    try:
-        state = _describe(runtime, optimizer, extra)
-    except CheckpointError as error:
-        cause = error
-    for rank, problem in enumerate(runtime.gatherer.control.collect(cause, "zerostd.save_dcp()")):
-        if problem is not None:
-            raise CheckpointError(f"{runtime.world.name(rank)}: {problem}; nothing was saved") from cause
+    describe = partial(_describe, runtime, optimizer, extra)
+    control = runtime.gatherer.control
+    state = control.on_all_ranks(describe, "zerostd.save_dcp()", CheckpointError, "; nothing was saved")
     group = runtime.world.checkpoint_group()
     call = partial(async_save if is_async else save, state, planner=SavePlanner(), no_dist=group is None)
     future: Future[Any] = Future()
@@ -187,6 +180,6 @@ def load_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str) -> An
         else:
             first[owner] = name
             names[name] = ("parameter" if owner is tensor else "buffer",)
-    long_states = frozenset() if optimizer is None else frozenset(optimizer.updater.states)
-    like = OptimizerLike("" if optimizer is None else type(optimizer.inner).__name__, long_states)
-    return load_from(runtime, optimizer, lambda: DcpCheckpoint(path, names, like))
+    long_states = () if optimizer is None else optimizer.updater.states
+    optimizer_class = "" if optimizer is None else type(optimizer.inner).__name__
+    return load_from(runtime, optimizer, lambda: DcpCheckpoint(path, names, optimizer_class, long_states))

@@ -24,10 +24,10 @@ from zerostd.checkpointing.loading import load_in_two_phases
 from zerostd.checkpointing.model_parts import buffers_of, flats_of, kept_values, named_tensors, parameters_of
 from zerostd.checkpointing.storage.directory import MANIFEST
 from zerostd.checkpointing.storage.reading import copy_shared
-from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, system_errors
+from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
-from zerostd.monitoring.decoding import convert, decode
+from zerostd.monitoring.decoding import convert, decode, read_document
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters.intervals import SavedInterval
@@ -40,7 +40,6 @@ STATE_DICT = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
 STEMS = ("model.safetensors", "pytorch_model.bin")  # of a directory's model, if there are several
 OURS = re.compile(r"rank-\d+-of-\d+\.safetensors")  # of a checkpoint that lost its manifest
-MOST_INDEX = 256 << 20
 MAPPED = 16 << 20  # bytes of a mapped file that may stay in memory
 
 TensorReader: TypeAlias = "SafetensorsReader | StateDictReader"
@@ -229,10 +228,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _read_index(path: Path) -> dict[str, str]:
     what = f"{path} is not the index of a model"
-    with system_errors(f"{path} cannot be read"):
-        if path.stat().st_size > MOST_INDEX:
-            raise CheckpointError(f"{what}: it has {path.stat().st_size} bytes")
-        index = decode(path.read_bytes(), dict[str, Any], what=what, error=CheckpointError)
+    text = read_document(path, what=str(path), error=CheckpointError)
+    index = decode(text, dict[str, Any], what=what, error=CheckpointError)
     weights = convert(index.get("weight_map"), dict[str, str], what=f"{what}: weight_map", error=CheckpointError)
     for name in weights.values():
         if Path(name).name != name or name.endswith(INDEX):

@@ -22,7 +22,6 @@ from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
 from zerostd.checkpointing.storage.remote import AnyPath
-from zerostd.checkpointing.storage.writing import checkpoint_error
 from zerostd.engine.averaging import COUNTS, averages_of
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
@@ -42,7 +41,7 @@ if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which `api.save_dc
 
 MOST_PROBLEMS = 20  # named in an error
 IN_PART = (
-    "The model is only partly loaded, on all ranks, and cannot be trained or saved: call zerostd.load again, with "
+    ". The model is only partly loaded, on all ranks, and cannot be trained or saved: call zerostd.load again, with "
     "this path or another"
 )
 
@@ -69,30 +68,16 @@ def load_in_two_phases(
     if any(group.num_pins for group in runtime.groups):
         raise MisuseError("zerostd.load inside zerostd.gathered(): leave the context first")
     runtime.finish_updates()
+    control = runtime.gatherer.control
     with ExitStack() as files:
-        checked = _on_all_ranks(runtime, "zerostd.load()", "Nothing was changed", lambda: check(files))
+        checked = control.on_all_ranks(lambda: check(files), "zerostd.load()", CheckpointError, ". Nothing was changed")
         runtime.gatherer.wait_all()
-        _on_all_ranks(runtime, "the end of zerostd.load()", IN_PART, lambda: apply(checked))
+        control.on_all_ranks(lambda: apply(checked), "the end of zerostd.load()", CheckpointError, IN_PART)
     for group in runtime.update_order():
         for shard in (shard for flat in group.flats for shard in flat.state_shards):
             shard.seals.clear()  # files are read past torch
         runtime.renew(group)
     return checked
-
-
-def _on_all_ranks(runtime: Runtime, where: str, remark: str, work: Callable[[], T]) -> T:
-    """Do `work` and return its result, or raise on all ranks what went wrong on the first that failed."""
-    cause: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        cause = error
-    message = None if cause is None else str(checkpoint_error(cause))
-    for rank, said in enumerate(runtime.gatherer.control.collect(message, where)):
-        if said is not None:
-            who = f"{runtime.world.name(rank)}: " if runtime.world.size > 1 else ""
-            raise CheckpointError(f"{who}{said}. {remark}") from cause
-    return result
 
 
 def load_checkpoint(runtime: Runtime, optimizer: ZeroOptimizer | None, path: AnyPath) -> Any:

@@ -103,8 +103,7 @@ def full_state(runtime: Runtime, rank: int | None) -> dict[str, Any]:
     """Return an ordinary state_dict on host memory; with `rank` the other ranks return an empty one. All call it."""
     if runtime.optimizer is not None:
         runtime.optimizer.check_consistent("full_state_dict()")
-    if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
-        raise MisuseError(f"full_state_dict(rank={rank!r}): use 0 to {runtime.world.size - 1}, or None for all")
+    check_rank(rank, runtime.world)
     runtime.gatherer.control.confirm("zerostd.full_state_dict()")
     keep = rank is None or rank == runtime.world.rank
     runtime.finish_updates()
@@ -128,6 +127,12 @@ def full_state(runtime: Runtime, rank: int | None) -> dict[str, Any]:
     return state
 
 
+def check_rank(rank: int | None, world: World) -> None:
+    """Refuse a rank for `full_state_dict` that is none of the world's."""
+    if rank is not None and (not isinstance(rank, int) or rank not in range(world.size)):
+        raise MisuseError(f"full_state_dict(rank={rank!r}): use 0 to {world.size - 1}, or None for all")
+
+
 def kept_values(flat: Flat, rank: int) -> Iterator[SavedInterval]:
     """Yield where this rank keeps values of a flat's parameters. Masters are these values where there are any."""
     mine = flat.region
@@ -144,13 +149,13 @@ def generator_records(world: World) -> Iterator[SavedInterval]:
         yield tensor_interval("random", f"{world.rank}/device", state)
 
 
-def encode_other_states() -> Any:
-    """Return the states of Python's generator and, if numpy is imported, of numpy's, as JSON."""
+def other_states() -> dict[str, Any]:
+    """Return the states of Python's generator and, if numpy is imported, of numpy's."""
     states: dict[str, Any] = {"python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
         states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
-    return encode_value(states, refuse_tensor, "the state of a generator")
+    return states
 
 
 def generator_entries(world: World, manifest: Manifest) -> list[TensorEntry]:
@@ -176,6 +181,11 @@ def restore_functions(world: World, checkpoint: Checkpoint | DcpCheckpoint) -> I
     others = decode_value(manifest.random.get(str(world.rank), {}), refuse_tensor)
     if not isinstance(others, dict):
         raise CheckpointError(f"the random states of rank {world.rank} are not a dict: {str(others)[:80]}")
+    yield from restore_others(others)
+
+
+def restore_others(others: dict[str, Any]) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore what `other_states` returned, after trying it."""
     if "python" in others:
         random.Random().setstate(others["python"])
         yield partial(random.setstate, others["python"])

@@ -174,7 +174,7 @@ def _describe(
         tensors=_entries(runtime, records),
         optimizer=optimizer_entry,
         loss_scale=None if runtime.loss_scale is None else asdict(runtime.loss_scale),
-        random={str(rank): model_parts.encode_other_states()},
+        random={str(rank): encode_value(model_parts.other_states(), refuse_tensor, "the state of a generator")},
         extra=encoded,
         modules=modules,
         passes=0 if optimizer is None else runtime.backward.passes.num_done,

@@ -2,9 +2,8 @@
 
 from zerostd.communication.coded_wires import CodedWires
 from zerostd.communication.control import Control
-from zerostd.communication.node_wires import NodeWires
 from zerostd.communication.shared_wires import SharedWires
-from zerostd.communication.wires import Wires
+from zerostd.communication.wires import NodeWires, Wires
 from zerostd.communication.world import World
 
 __all__ = ["CodedWires", "Control", "NodeWires", "SharedWires", "Wires", "World"]

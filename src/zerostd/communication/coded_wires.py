@@ -73,29 +73,9 @@ class CodedWires(Wires):
             return self.gather(full, shard)
         return self._spread_coded(full, shard, bits, "gather")
 
-    def reduce(
-        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
-    ) -> Transfer:
-        """Reduce as `Wires.reduce` does, after decoding."""
-        if not self._codes(full):
-            return super().reduce(full, land, accumulate=accumulate)
-        self._feed(full, lost)
-        if self._reduces is None:
-            return super().reduce(full, land, accumulate=accumulate)
-        self._reserve(self._exchanged_bytes(self._largest_slice * self.world.num_shards))
-        return self._on_stream(
-            self._reduces, self._channels.reduce, lambda: self._write_mean(full, land, accumulate=accumulate)
-        )
-
-    def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
-        """Reduce as `Wires.reduce_everywhere` does, after decoding; the mean is coded again."""
-        if self._codes(full):
-            self._feed(full, lost)
-        return super().reduce_everywhere(full)
-
-    def _feed(self, full: torch.Tensor, lost: torch.Tensor | None) -> None:
+    def feed(self, full: torch.Tensor, lost: torch.Tensor | None) -> None:
         """Add what earlier steps `lost` to `full`, replace it by its decoded values, and keep what is lost now."""
-        if lost is None or self._reduce_bits is None:
+        if lost is None or self._reduce_bits is None or not self._codes(full):
             return
         full += lost
         coded = torch.empty(coded_bytes(full.numel(), self._reduce_bits), dtype=torch.uint8, device=full.device)
@@ -103,6 +83,15 @@ class CodedWires(Wires):
         lost.copy_(full)
         decode_blocks(coded, self._reduce_bits, full, num_threads=self._num_threads)
         lost.sub_(full).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not carried into the next step
+
+    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
+        """Reduce as `Wires.reduce` does, after decoding."""
+        if self._reduces is None or not self._codes(full):
+            return super().reduce(full, land, accumulate=accumulate)
+        self._reserve(self._exchanged_bytes(self._largest_slice * self.world.num_shards))
+        return self._on_stream(
+            self._reduces, self._channels.reduce, lambda: self._write_mean(full, land, accumulate=accumulate)
+        )
 
     def _codes(self, full: torch.Tensor) -> bool:
         return self._reduce_bits is not None and self.world.num_shards > 1 and full.dtype in CODED

@@ -8,17 +8,18 @@ the same options into the step. Called by scheduling, preparing and checkpointin
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zerostd.communication.world import World
-from zerostd.errors import CommunicationError, MisuseError, PrepareError
+from zerostd.errors import CommunicationError, MisuseError, PrepareError, ZerostdError
 from zerostd.kernels import crc32
 
+T = TypeVar("T")
 END = "the end of backward"
 MOST_DIFFERENCES = 3  # that an error names
 SAME_CALLS = "Every rank must make the same calls in the same order"
@@ -88,6 +89,22 @@ class Control:
         with self.world.at(what), self.world.waiting():
             dist.all_gather_object(out, value, group=self.world.channels.control)
         return out
+
+    def on_all_ranks(self, work: Callable[[], T], what: str, error: type[ZerostdError], remark: str = "") -> T:
+        """Do `work` and return its result, or raise on all ranks what went wrong on the first that failed, with a
+        `remark` behind it."""
+        cause: Exception | None = None
+        message: str | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            cause = caught
+            message = str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}"
+        for rank, said in enumerate(self.collect(message, what)):
+            if said is not None:
+                who = f"{self.world.name(rank)}: " if self.world.size > 1 else ""
+                raise error(f"{who}{said}{remark}") from cause
+        return result
 
     def collect_if_any(self, value: Any, what: str, *, is_different: bool) -> list[Any]:
         """Return everyone's value, by rank. If it is different on no rank it is this one's everywhere, and that costs

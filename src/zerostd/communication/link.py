@@ -5,7 +5,8 @@ own no shard. Every message goes from one rank to another one, over gloo, in til
 every server, so the sequences of all workers must be alike:
 
     PUSH flat     this server's slice of the gradient of one flat follows, tile by tile
-    CALL          the first worker's call follows: a step, a checkpoint; the first server answers every worker
+    STEP          the first worker's request follows; new parameters are the answer
+    CALL          the first worker's request follows, for a checkpoint; the first server answers every worker
     END           this worker needs the servers no more
 
 Parameters come back under a number of their own for each flat, so they may be sent in any order.
@@ -18,14 +19,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerostd.communication.peers import Peers
-from zerostd.errors import CommunicationError, PrepareError
+from zerostd.errors import CommunicationError
 
 TILE_BYTES = 8 << 20
 CALLS = 0  # number of the messages that are in sequence
@@ -36,8 +36,9 @@ class Message(enum.IntEnum):
     """What a worker sends next."""
 
     PUSH = 1
-    CALL = 2
-    END = 3
+    STEP = 2
+    CALL = 3
+    END = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,23 +99,6 @@ class ServerLink:
             raise CommunicationError(f"workers do not make the same calls: {said}. Make the same calls on all workers")
         return Message(int(heads[0, 0])), int(heads[0, 1])
 
-    def collect(self, value: Any) -> list[Any]:
-        """Return everyone's value, by rank."""
-        values: list[Any] = [None] * self.group.size()
-        with self.peers.waiting():
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def check_equal(self, what: str, lines: Sequence[str]) -> None:
-        """Raise PrepareError if workers and servers were given different things, with the first difference."""
-        everyone = self.collect(list(lines))
-        for rank, theirs in enumerate(everyone):
-            for ours, other in zip_longest(everyone[0], theirs):
-                if ours != other:
-                    raise PrepareError(
-                        f"ranks were given different {what}: {ours!r} on rank 0 and {other!r} on rank {rank}"
-                    )
-
     def broadcast(self, value: torch.Tensor) -> torch.Tensor:
         """Return the first worker's values, on the device of `value`."""
         host = value.detach().to("cpu").contiguous()
@@ -124,20 +108,19 @@ class ServerLink:
 
     def call(self, request: Any, what: str) -> Any:
         """Let the servers do something, on all workers; the request is the first one's. Returns their answer."""
-        self.wait(self.announce(Message.CALL), what)
-        if self.rank == 0:
-            self.tell(request)
+        self.ask(Message.CALL, request, what)
         ready = torch.zeros(1, dtype=torch.int64)
         self.wait(self.receive(ready, self.servers[0]), what, has_limit=False)  # a checkpoint takes its time
         return self._receive_object(self.servers[0], what)
 
-    def tell(self, request: Any) -> None:
-        """Send the request that follows a CALL, on the first worker."""
-        for server in self.servers:
+    def ask(self, message: Message, request: Any, what: str) -> None:
+        """Announce a STEP or a CALL on all workers, and send the request of the first one."""
+        self.wait(self.announce(message), what)
+        for server in self.servers if self.rank == 0 else ():
             self._send_object(request, server)
 
     def request(self) -> Any:
-        """Return the request that follows a CALL, on a server."""
+        """Return the request that follows a STEP or a CALL, on a server."""
         return self._receive_object(0, "a call of the workers")
 
     def answer(self, value: Any) -> None:

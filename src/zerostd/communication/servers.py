@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,7 @@ class WorkerWires(Wires):
     def reserve(self, largest: int) -> None:
         """Do nothing: nothing is received here."""
 
-    def reduce(
-        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
-    ) -> Transfer:
+    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
         """Start sending every server its slice of a gradient. Nothing lands here."""
         if accumulate:
             raise MisuseError(
@@ -97,13 +96,11 @@ class GradientSums:
 
     def land(self, target: torch.Tensor, dtype: torch.dtype, name: str) -> None:
         """Write to `target` the sum of what workers send for it in `dtype`, in the order of their ranks."""
-        numel = TILE_BYTES // dtype.itemsize
-        parts = target.split(numel)
-        rounds = enumerate(parts)
-        pending = [self._receive(*next(rounds), dtype)] if parts else []
+        rounds = enumerate(target.split(TILE_BYTES // dtype.itemsize))
+        pending = [self._receive(index, part, dtype) for index, part in islice(rounds, 1)]
         while pending:
             received, works, part = pending.pop()
-            pending += [self._receive(index, following, dtype) for index, following in _first(rounds)]
+            pending += [self._receive(index, following, dtype) for index, following in islice(rounds, 1)]
             self.link.wait(works, f"the gradient of {name!r}")
             slices = as_real(received)
             sum_slices(slices, self.link.num_workers, self._factor, as_real(part), num_threads=self._num_threads)
@@ -116,7 +113,3 @@ class GradientSums:
         rows = received.view(self.link.num_workers, -1)
         works = [work for worker in self.link.workers for work in self.link.receive(rows[worker], worker)]
         return received, works, part
-
-
-def _first(rounds: Iterator[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-    return [item for item in [next(rounds, None)] if item is not None]

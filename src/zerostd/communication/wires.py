@@ -97,7 +97,7 @@ class Wires:
         self._entry = entry  # of the ledger, for the bytes of gradients
         self.in_backward = False  # gathers are those of a backward pass
         self.rounds_weights = False  # on their way to a forward or a backward
-        self.feeds_back = False  # reduces take a tensor for what coding loses of a gradient
+        self.feeds_back = False  # `feed` takes a tensor for what coding loses of a gradient
         self._num_threads = thread_budget(world.local_size)
         self._receive = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._receiving: Collective | None = None  # the last one that uses the receive buffer; without streams
@@ -185,11 +185,12 @@ class Wires:
         """Start filling `full` for a forward or a backward, which may take rounded values from coded wires."""
         return self.gather(full, shard)
 
-    def reduce(
-        self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False, lost: torch.Tensor | None = None
-    ) -> Transfer:
+    def feed(self, full: torch.Tensor, lost: torch.Tensor | None) -> None:
+        """Take into account what coding has lost of a gradient so far, before it is reduced: here nothing."""
+
+    def reduce(self, full: torch.Tensor, land: torch.Tensor, *, accumulate: bool = False) -> Transfer:
         """Start writing the mean over ranks of my slice of `full` to `land`, or adding it. `full` must stay untouched
-        until the wait; one reduce is in flight at a time, the next waits for it. `lost` is for wires that feed back."""
+        until the wait; one reduce is in flight at a time, the next waits for it."""
         full = as_real(full)
         land = as_real(land)
         if self._reduces is None:
@@ -210,7 +211,7 @@ class Wires:
             self._reduces, self._channels.reduce, run
         )  # the next reduce is ordered behind this one by the stream
 
-    def reduce_everywhere(self, full: torch.Tensor, *, lost: torch.Tensor | None = None) -> Transfer:
+    def reduce_everywhere(self, full: torch.Tensor) -> Transfer:
         """Start replacing `full` by its mean over ranks: reduce my slice, then send everyone's slices to everyone."""
         full = as_real(full)
         mine = self._mine(full)
@@ -355,6 +356,24 @@ class Wires:
         event = StreamEvent(stream, self.world.device)
         self._channels.peers.expect(event, group)
         return event
+
+
+class NodeWires(Wires):
+    """The gathers of one prepared model inside this rank's node, from the secondary shards that its ranks keep. What
+    they bring has come over the wires between all ranks, so it travels as it is, whatever those code."""
+
+    gather_entry = "node"
+
+    def __init__(self, wires: Wires) -> None:
+        """Take the wires between all ranks, which know the pass that runs."""
+        channels = wires.world.channels
+        assert channels is not None and channels.node is not None and channels.node_regather is not None
+        super().__init__(wires.world.inside(channels.node, channels.node_regather), wires.ledger)
+        self._everywhere = wires
+
+    @property
+    def _gathering(self) -> dist.ProcessGroup:
+        return self._channels.regather if self._everywhere.in_backward else self._channels.gather
 
 
 def wires_to_peers(group: Any, world: World, ledger: Ledger) -> Wires | None:

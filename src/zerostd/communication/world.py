@@ -206,8 +206,8 @@ class World:
     def inside(self, group: dist.ProcessGroup, regather: dist.ProcessGroup | None = None) -> World:
         """Return this process among those of a process group, which stays its owner's. `regather` is one of the same
         ranks, for gathers in backward."""
-        assert self.channels is not None
-        channels = Channels(group, regather or group, group, group, group, group, peers=self.channels.peers)
+        assert self._peers is not None
+        channels = Channels(group, regather or group, group, group, group, group, peers=self._peers)
         size = group.size()
         return World(group.rank(), size, min(size, self.local_size), self.device, self.timeout_s, channels)
 

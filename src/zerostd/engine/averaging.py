@@ -322,16 +322,11 @@ def make_average(runtime: Runtime, options: AverageOptions) -> Average:
     control = runtime.gatherer.control
     control.check_equal("options of zerostd.averaged", options.describe())
     average = Average(runtime, options)
-    cause: PrepareError | None = None
     try:
-        average.allocate()
-    except PrepareError as error:
-        cause = error
-    for rank, problem in enumerate(control.collect(None if cause is None else str(cause), "zerostd.averaged()")):
-        if problem is not None:
-            average.close()
-            who = f"{runtime.world.name(rank)}: " if runtime.world.size > 1 else ""
-            raise PrepareError(f"{who}{problem}") from cause
+        control.on_all_ranks(average.allocate, "zerostd.averaged()", PrepareError)
+    except PrepareError:
+        average.close()
+        raise
     return average
 
 

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import zerostd
 from zerostd import MisuseError, NotSupportedError, PrepareError
-from zerostd.horovod import collectives, states
+from zerostd.horovod import collectives
 from zerostd.horovod.collectives import Average, Compression, ReduceOp, Sum, broadcast_object, on_all_ranks
 from zerostd.horovod.world import Call, Event, rank, session, size
 
 Named = list[tuple[str, nn.Parameter]]
+Groups = list[dict[str, Any]]  # param_groups, or their options alone
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -61,10 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if parameter.requires_grad:
                     arrived = functools.partial(self._arrived, weakref.ref(self), index)
                     hooks.callback(parameter.register_post_accumulate_grad_hook(arrived).remove)
-                if parameter.requires_grad and op == Sum:
-                    scale = functools.partial(torch.mul, other=size())
-                    hooks.callback(parameter.register_hook(scale).remove)
-            self.container, self._zero = _prepare(named, optimizer, stage, compression)
+            self.container, self._zero = _prepare(named, optimizer, stage, compression, op)
             self._zero.compares_options = False  # a rank in join takes those of the others in each step; see _agree
             self._hooks = hooks.pop_all()
         # not __init__, which would add groups of parameters: these are the ones of the other optimizer
@@ -86,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, calls: list[Call]) -> None:
         self._agree(calls)
         if session().num_joined:
-            states.write_options(self.param_groups, session().share(states.read_options(self.param_groups)))
+            write_options(self.param_groups, session().share(read_options(self.param_groups)))
         self._zero.step()
         list(self.container.parameters())  # reading them waits until they are whole
         self._forget_passes()
@@ -142,18 +141,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             while True:
                 self._announce(Event.JOIN)
                 calls = session().receive()
-                call = next((call for call in calls if call.event is not Event.JOIN), None)
-                match call:
+                match next((call for call in calls if call[0] is not Event.JOIN), None):
                     case None:
                         return session().last_rank
-                    case Call(Event.BACKWARD, index, adds):
+                    case Event.BACKWARD, index, adds:
                         if not adds:
                             self._zero.zero_grad()
                         parameter = self.parameters[int(index)]
                         torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
-                    case Call(Event.CLIP, max_norm, norm_type):
+                    case Event.CLIP, max_norm, norm_type:
                         self._zero.clip_grad_norm_(max_norm, norm_type)
-                    case Call(Event.STEP):
+                    case Event.STEP, *_:
                         self._step(calls)
         finally:
             self._follows = False
@@ -161,13 +159,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _announce(self, event: Event) -> None:
         """Announce a call for which `_agree` compares the ranks."""
-        options = zlib.crc32(repr(states.read_options(self.param_groups)).encode())
+        options = zlib.crc32(repr(read_options(self.param_groups)).encode())
         session().announce(event, options, self.loaded is not None)
 
     def _agree(self, calls: list[Call]) -> None:
         """Refuse a call if ranks differ. Otherwise keep this rank's shards of loaded states."""
-        options = {call.first for call in calls if call.event is not Event.JOIN}
-        has_loaded = {call.second for call in calls}
+        options = {checksum for event, checksum, _ in calls if event is not Event.JOIN}
+        has_loaded = {is_loaded for *_, is_loaded in calls}
         if len(options) > 1 or len(has_loaded) > 1:
             raise MisuseError(
                 "ranks have different options in param_groups, such as lr, or load_state_dict() was called on some "
@@ -182,7 +180,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._announce(Event.STATE)
         session().check_present("optimizer.state_dict()")
         self._agree(session().receive())
-        return states.gather_states(self._zero.state_dict(), states.parameters_of(self.param_groups))
+        packed = super().state_dict()
+        whole = {number: on_host(state.read()) for number, state in sorted(packed["state"].items())}
+        return {**packed, "state": whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take options now, and states before the next step, or in `hvd.broadcast_optimizer_state` if only one rank
@@ -194,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the state_dict has param_groups with {counts} parameters, but this optimizer has {expected}: load "
                 "a state_dict of the same model"
             )
-        states.write_options(self.param_groups, states.read_options(state_dict["param_groups"]))
+        write_options(self.param_groups, read_options(state_dict["param_groups"]))
         self.loaded = state_dict
         if size() == 1:
             self.take_loaded()
@@ -202,8 +202,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def take_loaded(self) -> None:
         """Keep this rank's shards of loaded states. All ranks have some, or none."""
         if self.loaded is not None:
-            parameters = states.parameters_of(self.param_groups)
-            self._zero.load_state_dict(states.shard_states(self.loaded, self._zero.state_dict(), parameters))
+            own = {"rank": rank(), "size": size()}
+            whole = {"state": self.loaded["state"], "param_groups": self.param_groups, "zerostd": own}
+            self._zero.load_state_dict(whole)
             self.loaded = None
             list(self.container.parameters())  # reading them waits until they are whole
 
@@ -263,14 +264,35 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     # the optimizer itself, or the one that was made of it: both have the same groups
     distributed = [own for own in session().optimizers if own.param_groups is optimizer.param_groups]
     if not distributed:
-        state = broadcast_object(states.on_host(optimizer.state_dict()), root_rank)
+        state = broadcast_object(on_host(optimizer.state_dict()), root_rank)
         if rank() != root_rank:
             optimizer.load_state_dict(state)
     for own in distributed:
-        options = broadcast_object(states.read_options(own.param_groups), root_rank)
-        states.write_options(own.param_groups, options)
-        own.loaded = broadcast_object(states.on_host(own.loaded), root_rank)
+        mine = (read_options(own.param_groups), on_host(own.loaded))
+        options, own.loaded = broadcast_object(mine, root_rank)
+        write_options(own.param_groups, options)
         own.take_loaded()
+
+
+def read_options(param_groups: Groups) -> Groups:
+    """Return a copy of param_groups without the parameters, which can be sent to any rank."""
+    return [on_host({key: value for key, value in group.items() if key != "params"}) for group in param_groups]
+
+
+@torch.no_grad()
+def write_options(param_groups: Groups, options: Groups) -> None:
+    """Write options into param_groups. The dicts stay the same ones, and so does an lr that is a tensor."""
+    for group, new in zip(param_groups, options, strict=True):
+        for key, value in new.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(value))
+            else:
+                group[key] = value
+
+
+def on_host(values: Any) -> Any:
+    """Return a copy of nested values with every tensor on the CPU, which can be sent to any rank."""
+    return tree_map(lambda value: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value, values)
 
 
 def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceOp, stage: int) -> None:
@@ -289,7 +311,7 @@ def _check_options(compression: torch.dtype | None, num_passes: int, op: ReduceO
 
 def _name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> Named:
     """Return the optimizer's parameters in the order of the model, with their names."""
-    parameters = states.parameters_of(optimizer.param_groups)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return [(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters)]
     everything = list(named_parameters)
@@ -321,21 +343,23 @@ def _check_parameters(named: Named, compression: torch.dtype | None) -> None:
 
 
 def _prepare(
-    named: Named, optimizer: torch.optim.Optimizer, stage: int, compression: torch.dtype | None
+    named: Named, optimizer: torch.optim.Optimizer, stage: int, compression: torch.dtype | None, op: ReduceOp
 ) -> tuple[nn.Module, Any]:
     """Shard the parameters, with rank 0's values on all ranks. The optimizer's options stay this rank's own."""
     container = nn.Identity()  # computes nothing: the script's own modules do
     for name, parameter in named:  # in one child each: grouping then packs neighbours by size alone
         container.add_module("model/" + name.replace(".", "/"), nn.ParameterList([parameter]))
     precision = zerostd.Precision("compressed", None, compression) if compression and size() > 1 else None
-    options = states.read_options(optimizer.param_groups)
+    options = read_options(optimizer.param_groups)
     own = dict(optimizer.state)
-    states.write_options(optimizer.param_groups, broadcast_object(options, 0))  # ranks may differ until they broadcast
+    write_options(optimizer.param_groups, broadcast_object(options, 0))  # ranks may differ until they broadcast
     optimizer.state.clear()  # likewise: taken when all ranks have them
     try:
-        return zerostd.prepare(container, optimizer, stage=stage, placement=zerostd.Placement(), precision=precision)
+        reduce = "sum" if op == Sum else "mean"
+        kept = zerostd.Placement()
+        return zerostd.prepare(container, optimizer, stage=stage, placement=kept, precision=precision, reduce=reduce)
     except BaseException:
         optimizer.state.update(own)
         raise
     finally:
-        states.write_options(optimizer.param_groups, options)
+        write_options(optimizer.param_groups, options)

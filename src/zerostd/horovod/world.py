@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,7 @@ class Event(enum.Enum):
 
 EVENTS = tuple(Event)  # they are sent by number
 
-
-class Call(NamedTuple):
-    """An announcement, with two numbers whose meaning depends on the event."""
-
-    event: Event
-    first: float
-    second: float
+Call = tuple[Event, float, float]  # an announcement, with two numbers whose meaning depends on the event
 
 
 class Session:
@@ -54,15 +48,15 @@ class Session:
         self.owns_world = owns_world  # init made the process group, so shutdown destroys it
         self.group: Any = dist.new_group(backend="gloo") if is_distributed else None
         self._work: Any = None
-        self._rows: list[torch.Tensor] = []  # the last announcements, by rank
+        self._rows = torch.empty(0, 3)  # the last announcements, by rank
 
     def announce(self, event: Event, first: float = 0.0, second: float = 0.0) -> None:
         """Start to send what this rank does now. Earlier announcements are received first."""
         self.receive()
-        row = torch.tensor([EVENTS.index(event), first, second], dtype=torch.float64)
-        self._rows = [row.clone() for _ in range(self.size)]
+        row = torch.tensor([[EVENTS.index(event), first, second]], dtype=torch.float64)
+        self._rows = row.repeat(self.size, 1)
         if self.group is not None:
-            self._work = dist.all_gather(self._rows, row, group=self.group, async_op=True)
+            self._work = dist.all_gather_into_tensor(self._rows, row, group=self.group, async_op=True)
 
     def receive(self) -> list[Call]:
         """Wait for the last announcement of each rank. Raise if ranks that have not joined differ."""
@@ -70,17 +64,17 @@ class Session:
             work = self._work
             self._work = None
             work.wait()
-        calls = [Call(EVENTS[int(row[0])], float(row[1]), float(row[2])) for row in self._rows]
-        active = [rank for rank, call in enumerate(calls) if call.event is not Event.JOIN]
+        calls = [(EVENTS[int(number)], first, second) for number, first, second in self._rows.tolist()]
+        active = [rank for rank, (event, *_) in enumerate(calls) if event is not Event.JOIN]
         self.num_joined = self.size - len(active) if active else 0  # when all have joined, all continue
         if active:
             self.last_rank = active[-1]
         for rank in active:
-            first = calls[active[0]].event
-            event = calls[rank].event
-            if event is not first:
+            expected, *_ = calls[active[0]]
+            event, *_ = calls[rank]
+            if event is not expected:
                 raise CommunicationError(
-                    f"rank {active[0]} is at {first.value} and rank {rank} at {event.value}: every rank must make "
+                    f"rank {active[0]} is at {expected.value} and rank {rank} at {event.value}: every rank must make "
                     "these calls, so move them out of `if hvd.rank() == 0:`. A rank without data calls hvd.join()"
                 )
         return calls

@@ -77,7 +77,7 @@ def _shaped(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, Any]) -> None:
-    """Take over what `save_states` gave on the same rank, or a plain torch state_dict in a world of one."""
+    """Take over what `save_states` gave on the same rank, states whole or in part; in a world of one also torch's."""
     world = gradients.wires.world
     ours = state_dict.get("zerostd", {"rank": 0, "size": 1})
     groups = state_dict["param_groups"]
@@ -103,7 +103,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
                         f"state {key!r} has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}: it "
                         "was saved from another model, or with the parameters in another order"
                     )
-                if _is_long(value) and value.numel() != stop - start:
+                if _is_long(value) and value.numel() not in (stop - start, parameter.numel()):
                     raise MisuseError(
                         f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
                         f"but this rank's interval has {stop - start}: it is from another model, stage or world size"

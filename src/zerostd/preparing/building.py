@@ -90,10 +90,8 @@ def build(
         on_failure.callback(world.close)
         num_ranks = world.num_shards if world.link is None else 1  # workers and servers have the same groups
         blueprints = find_blueprints(model, optimizer, settings.precision, settings.globs, num_ranks)
-        lines = [*settings.describe(), *describe(model, optimizer, blueprints)]
-        control.check_equal("models or options", lines)
-        if world.link is not None:
-            world.link.check_equal("models or options", lines)
+        everyone = control if world.link is None else Control(world.inside(world.link.group))  # servers too
+        everyone.check_equal("models or options", [*settings.describe(), *describe(model, optimizer, blueprints)])
         is_asked_for = settings.stage is not None and settings.plan is None
         settings = check_gradients(decide(for_role(settings, world), blueprints, control), optimizer)
         check_world(settings, world)
@@ -115,7 +113,7 @@ def build(
     wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
     resources = _make_resources(allocator, wires, largest_on_disk(plans))
     original_dtypes = {parameter: parameter.dtype for parameter in named.values()}
-    seed = (control if world.link is None else world.link).collect(torch.initial_seed())[0]
+    seed = everyone.collect(torch.initial_seed())[0]
     separate_counters(list(named.values()))
     value_of = _first_values(named, wires, seed) if has_values else _no_values
     groups = []

@@ -147,7 +147,8 @@ class Reducer:
         if gradient.whole is not None and gradient.numel == gradient.layout.numel:  # all ranks update all of it
             gradient.changed()
             gradient.fill(gradient.whole, grads, wanted)
-            reduce = self.wires.reduce_everywhere(gradient.whole, lost=self._lost.get(gradient))
+            self.wires.feed(gradient.whole, self._lost.get(gradient))
+            reduce = self.wires.reduce_everywhere(gradient.whole)
             finish = functools.partial(gradient.fold, accumulate=accumulate) if gradient.is_summed else None
         else:
             number: int | None = None
@@ -159,7 +160,8 @@ class Reducer:
             if gradient.comes_up:
                 self._wait_for(None)  # one landing place on the device at a time
             target = gradient.open_landing(accumulate=accumulate)
-            reduce = self.wires.reduce(buffer, target, accumulate=accumulate, lost=self._lost.get(gradient))
+            self.wires.feed(buffer, self._lost.get(gradient))
+            reduce = self.wires.reduce(buffer, target, accumulate=accumulate)
             finish = functools.partial(gradient.close_landing, target)
             if number is not None:
                 self._staging.occupy(number, until=reduce)

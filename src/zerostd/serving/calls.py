@@ -1,20 +1,19 @@
 """What a worker asks of the parameter servers, and what it keeps itself: buffers, random states, the loop.
 
-`ServedSteps` sends a step when `optimizer.step()` has been called; the new parameters are expected by then. The other
-functions are the public ones on a worker. Every worker calls them, the first one's arguments count.
+`begin_role` is called when a model is prepared. `ServedSteps` sends a step when `optimizer.step()` has been called; the
+new parameters are expected by then. The other functions are the public ones: on a worker they send a method of `Server`
+with its arguments. Every worker calls them, the first one's arguments count.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.model_parts import buffers_of, full_state
+from zerostd.checkpointing.model_parts import buffers_of, check_rank, full_state, other_states, restore_others
 from zerostd.checkpointing.releasing import release_model
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import Saving
@@ -24,45 +23,24 @@ from zerostd.compat import no_torch_function
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import MisuseError, ZerostdError
 from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.spans import snapshot
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.prepared import GRAD
+from zerostd.serving.server import Server
 from zerostd.tiers import Done
 
 WORKERS = "zerostd.workers"  # in the extra of a checkpoint: the random states of workers
 
 
-@dataclass(frozen=True)
-class StepCall:
-    """A step: the options of the optimizer, which parameters have a gradient, and which flats are needed first."""
-
-    options: list[dict[str, Any]]
-    used: list[bool]
-    order: list[int]
-
-
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint to be written."""
-
-    path: AnyPath
-    extra: Any
-    keep: int | None
-    frozen: bool
-    has_optimizer: bool
-    buffers: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Load:
-    """A checkpoint to be loaded."""
-
-    path: AnyPath
-    has_optimizer: bool
-
-
-@dataclass(frozen=True)
-class State:
-    """The whole model."""
+def begin_role(runtime: Runtime, optimizer: ZeroOptimizer) -> ZeroOptimizer:
+    """Let a worker tell the servers of its steps. A server serves here, and its process ends when the workers have."""
+    if runtime.world.is_worker:
+        runtime.observers.append(ServedSteps(runtime))
+    elif runtime.world.link is not None:
+        Server(runtime, optimizer).serve()
+        runtime.world.close()
+        raise SystemExit(0)  # what follows in the script is the workers'
+    return optimizer
 
 
 class ServedSteps(StepObserver):
@@ -76,16 +54,12 @@ class ServedSteps(StepObserver):
     def after_step(self) -> None:
         """Ask for the new parameters."""
         runtime = self.runtime
-        link = link_of(runtime)
-        link.wait(link.announce(Message.CALL), "the step of the servers")
-        if link.rank:
-            return
         assert runtime.optimizer is not None
-        options = [{k: v for k, v in group.items() if k != "params"} for group in runtime.optimizer.param_groups]
         with no_torch_function():
             used = [GRAD.__get__(trained.parameter) is not None for trained in runtime.backward.trained]
         order = [self._numbers[flat] for group in runtime.update_order() for flat in group.trainable]
-        link.tell(StepCall(options, used, order))
+        request = partial(Server.step, options=snapshot(runtime.optimizer.param_groups), used=used, order=order)
+        link_of(runtime).ask(Message.STEP, request, "the step of the servers")
 
 
 def link_of(runtime: Runtime) -> ServerLink:
@@ -94,9 +68,9 @@ def link_of(runtime: Runtime) -> ServerLink:
     return runtime.world.link
 
 
-def _call(runtime: Runtime, request: Any, what: str) -> Any:
+def _call(runtime: Runtime, request: partial[None], what: str) -> Any:
     """Return the servers' answer, when this worker's model is up to date; raise what they raised."""
-    if runtime.backward.passes.num_done and not isinstance(request, State):
+    if runtime.backward.passes.num_done and request.func is not Server.state:
         raise MisuseError(f"{what} between a backward pass and optimizer.step(): with servers, call it after the step")
     runtime.gatherer.control.confirm(what)
     runtime.gatherer.wait_all()
@@ -120,10 +94,11 @@ def save_model(
     waits for them."""
     if not runtime.world.is_worker:
         return save_checkpoint(runtime, optimizer, path, extra, keep, frozen=frozen, wait=wait)
-    states = runtime.gatherer.control.collect(_random_states(), "zerostd.save()")
+    random_states = {"torch": torch.get_rng_state(), **other_states()}
+    extra = {WORKERS: runtime.gatherer.control.collect(random_states, "zerostd.save()"), "extra": extra}
     buffers = {name: buffer.detach().cpu() for name, buffer in buffers_of(runtime.model).items()}
-    request = Save(path, {WORKERS: states, "extra": extra}, keep, frozen, optimizer is not None, buffers)
-    _call(runtime, request, "zerostd.save()")
+    request = partial(Server.save, path=path, extra=extra, keep=keep, frozen=frozen)
+    _call(runtime, partial(request, has_optimizer=optimizer is not None, buffers=buffers), "zerostd.save()")
     return Done()
 
 
@@ -133,7 +108,8 @@ def load_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: AnyPath)
     if not runtime.world.is_worker:
         return _own_extra(load_checkpoint(runtime, optimizer, path), runtime.world.rank, runtime.world.size)
     has_optimizer = optimizer is not None
-    extra, buffers, options, num_steps = _call(runtime, Load(path, has_optimizer), "zerostd.load()")
+    request = partial(Server.load, path=path, has_optimizer=has_optimizer)
+    extra, buffers, options, num_steps = _call(runtime, request, "zerostd.load()")
     for group in runtime.groups:
         if group.trainable:
             runtime.gatherer.renew(group)
@@ -154,29 +130,18 @@ def _own_extra(extra: Any, rank: int, size: int) -> Any:
         return extra
     states = extra[WORKERS]
     if len(states) == size:
-        mine = states[rank]
-        torch.set_rng_state(mine["torch"])
-        random.setstate(mine["python"])
-        if "numpy" in mine and (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.set_state(mine["numpy"])
+        torch.set_rng_state(states[rank]["torch"])
+        for restore in restore_others(states[rank]):
+            restore()
     return extra["extra"]
-
-
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
-    return states
 
 
 def full_state_of(runtime: Runtime, rank: int | None) -> dict[str, Any]:
     """Return an ordinary state_dict: on a worker, the servers' masters and its own buffers. With `rank`, only there."""
     if not runtime.world.is_worker:
         return full_state(runtime, rank)
-    if rank is not None and (not isinstance(rank, int) or rank not in range(runtime.world.size)):
-        raise MisuseError(f"full_state_dict(rank={rank!r}): use 0 to {runtime.world.size - 1}, or None for all")
-    state: dict[str, Any] = _call(runtime, State(), "zerostd.full_state_dict()")
+    check_rank(rank, runtime.world)
+    state: dict[str, Any] = _call(runtime, partial(Server.state), "zerostd.full_state_dict()")
     if rank is not None and rank != runtime.world.rank:
         return {}
     return state | {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers_of(runtime.model).items()}

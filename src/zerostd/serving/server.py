@@ -1,14 +1,15 @@
 """The loop of a parameter server: an ordinary rank at stage 3 whose gradients come from the workers, and whose new
-parameters go there.
+parameters go there. What a worker asks for (calls.py) is a method of `Server`, with its arguments.
 
     PUSH   tiles of one flat from all workers -> summed in the order of ranks -> where its gradient is kept
-    CALL   a step: update group by group, each group's new parameters leave while the next is updated
-           or a checkpoint, or the whole model; the answer goes to all workers
+    STEP   update group by group; each group's new parameters leave while the next is updated
+    CALL   a checkpoint, or the whole model; the answer goes to all workers
     END    of all workers: the server is done
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from zerostd.checkpointing.loading import load_checkpoint
 from zerostd.checkpointing.model_parts import buffers_of, full_state
 from zerostd.checkpointing.saving import save_checkpoint
+from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.communication.link import PARAMETERS, Message
 from zerostd.communication.servers import GradientSums
 from zerostd.communication.world import thread_budget
@@ -24,20 +26,9 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import ZerostdError
 from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.optimizers.spans import snapshot
 from zerostd.parameters import Flat
 from zerostd.parameters.prepared import GRAD
-from zerostd.serving.calls import Load, Save, ServedSteps, State, StepCall
-
-
-def begin_role(runtime: Runtime, optimizer: ZeroOptimizer) -> ZeroOptimizer:
-    """Let a worker tell the servers of its steps. A server serves here, and its process ends when the workers have."""
-    if runtime.world.is_worker:
-        runtime.observers.append(ServedSteps(runtime))
-    elif runtime.world.link is not None:
-        Server(runtime, optimizer).serve()
-        runtime.world.close()
-        raise SystemExit(0)  # what follows in the script is the workers'
-    return optimizer
 
 
 class Server:
@@ -61,6 +52,8 @@ class Server:
             message, number = self.link.next_message()
             if message is Message.PUSH:
                 self._land(self.flats[number])
+            elif message is Message.STEP:
+                self.link.request()(self)
             elif message is Message.CALL:
                 self._answer(self.link.request())
             else:
@@ -76,37 +69,25 @@ class Server:
         self._sums.land(target, gradient.dtype, flat.layout.intervals[0].name)
         gradient.close_landing(target)
 
-    def _answer(self, call: Any) -> None:
-        """Do what the workers ask for. What it raises is theirs."""
-        if isinstance(call, StepCall):
-            self._step(call)
-            return
+    def _answer(self, request: Callable[[Server], None]) -> None:
+        """Do what the workers ask for, which answers them. What it raises is theirs."""
         try:
-            if isinstance(call, Save):
-                self._save(call)
-                self.link.answer(None)
-            elif isinstance(call, Load):
-                self._load(call)
-            else:
-                assert isinstance(call, State)
-                self.link.answer(full_state(self.runtime, 0))
+            request(self)
         except ZerostdError as error:
             self.link.answer(error)
 
-    def _step(self, call: StepCall) -> None:
-        self._set_options(call.options)
-        trained = self.runtime.backward.trained
-        with no_torch_function():
-            for parameter, is_used in zip(trained, call.used, strict=True):
-                GRAD.__set__(parameter.parameter, parameter.handle if is_used else None)
-        self.runtime.backward.num_gradients = sum(call.used)
-        self.optimizer.step()
-        self._send([self.flats[number] for number in call.order])
-        self.optimizer.zero_grad()
-
-    def _set_options(self, groups: list[dict[str, Any]]) -> None:
-        for mine, theirs in zip(self.optimizer.param_groups, groups, strict=True):
+    def step(self, options: list[dict[str, Any]], used: list[bool], order: list[int]) -> None:
+        """Take a step with the workers' options. `used` says which parameters have a gradient; the new parameters leave
+        in the `order` of flats."""
+        for mine, theirs in zip(self.optimizer.param_groups, options, strict=True):
             mine.update({name: value for name, value in theirs.items() if name not in self._written})
+        with no_torch_function():
+            for parameter, is_used in zip(self.runtime.backward.trained, used, strict=True):
+                GRAD.__set__(parameter.parameter, parameter.handle if is_used else None)
+        self.runtime.backward.num_gradients = sum(used)
+        self.optimizer.step()
+        self._send([self.flats[number] for number in order])
+        self.optimizer.zero_grad()
 
     def _send(self, flats: list[Flat]) -> None:
         """Send this server's slices to all workers, each when its update is done."""
@@ -121,14 +102,30 @@ class Server:
         for _, works in under_way:
             self.link.wait(works, "the way of new parameters to the workers")
 
-    def _save(self, call: Save) -> None:
+    def save(
+        self,
+        path: AnyPath,
+        extra: Any,
+        keep: int | None,
+        *,
+        frozen: bool,
+        has_optimizer: bool,
+        buffers: dict[str, torch.Tensor],
+    ) -> None:
+        """Write a checkpoint, with the buffers of the first worker."""
         for name, buffer in buffers_of(self.runtime.model).items():
-            buffer.copy_(call.buffers[name])
-        optimizer = self.optimizer if call.has_optimizer else None
-        save_checkpoint(self.runtime, optimizer, call.path, call.extra, call.keep, frozen=call.frozen, wait=True)
+            buffer.copy_(buffers[name])
+        optimizer = self.optimizer if has_optimizer else None
+        save_checkpoint(self.runtime, optimizer, path, extra, keep, frozen=frozen, wait=True)
+        self.link.answer(None)
 
-    def _load(self, call: Load) -> None:
-        extra = load_checkpoint(self.runtime, self.optimizer if call.has_optimizer else None, call.path)
-        options = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
+    def load(self, path: AnyPath, *, has_optimizer: bool) -> None:
+        """Load a checkpoint; answer with what the workers keep, and send all parameters."""
+        extra = load_checkpoint(self.runtime, self.optimizer if has_optimizer else None, path)
+        options = snapshot(self.optimizer.param_groups)
         self.link.answer((extra, buffers_of(self.runtime.model), options, self.runtime.backward.passes.num_steps))
         self._send(self.flats)
+
+    def state(self) -> None:
+        """Answer with the whole model."""
+        self.link.answer(full_state(self.runtime, 0))

@@ -151,4 +151,4 @@ def set_direct(fd: int) -> None:
 
 def reason(error: OSError) -> str:
     """Return the system's message with the short name of the error."""
-    return f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}"
+    return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror or error}"

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ class ShardedValue:
         return self.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _, _ in self._boxes]
+        return [ChunkStorageMetadata(offsets, torch.Size(box.sizes)) for offsets, (box, _, _) in self.places.items()]
 
     def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -96,10 +95,6 @@ class ShardedValue:
             for offsets, (box, record, _) in self.places.items()
         }
         return copy
-
-    @property
-    def _boxes(self) -> Iterable[tuple[Box, SavedInterval, int]]:
-        return self.places.values()
 
     def read(self, offsets: torch.Size) -> torch.Tensor:
         """Return the values of a box: a view where they are in memory, a copy where they are on disk."""
@@ -173,60 +168,26 @@ class LoadPlanner(DefaultLoadPlanner):
             self._on_bytes(tensor.nbytes)
 
 
-@dataclass(frozen=True)
-class DcpNames:
-    """Where a checkpoint has the tensors of a model: the prefix of its names, and of the optimizer's."""
-
-    model: str
-    optimizer: str | None
-
-    @classmethod
-    def find(cls, keys: Iterable[str], wanted: Sequence[str]) -> DcpNames:
-        """Find the prefixes under which a checkpoint has all of these names, or most of them."""
-        known = list(keys)
-        first = wanted[0]
-        ends = [key.removesuffix(first) for key in known if key == first or key.endswith(f".{first}")]
-        prefixes = [f"{MODEL}.", *(end for end in ends if not end or end.endswith(f"{MODEL}."))]
-        present = set(known)
-        model = max(prefixes, key=lambda prefix: sum(prefix + name in present for name in wanted))
-        options = [key[: key.index("param_groups.0.")] for key in known if "param_groups.0." in key]
-        return cls(model, options[0] if options else None)
-
-    def of_model(self, keys: Iterable[str], known: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
-        """Yield the names of the model's tensors, each with its key: those that are known, and with a prefix others."""
-        aliases = {alias for _, *others in known.values() for alias in others}
-        beside = [OURS, TENSORS_OF_OURS]
-        if self.optimizer is not None:
-            beside += [f"{self.optimizer}state.", f"{self.optimizer}param_groups."]
-        for key in keys:
-            name = key.removeprefix(self.model)
-            is_ours = key.startswith(self.model) and name not in aliases and not key.startswith(tuple(beside))
-            if is_ours and (self.model or name in known):
-                yield name, key
-
-
-@dataclass(frozen=True)
-class OptimizerLike:
-    """What DCP does not store of an optimizer: its class, and which states are as long as their parameter."""
-
-    class_name: str
-    long_states: frozenset[str]
-
-
 class DcpCheckpoint:
     """An open checkpoint of torch.distributed.checkpoint, with a manifest made from its metadata."""
 
-    def __init__(self, path: str, names: Mapping[str, tuple[str, ...]], like: OptimizerLike) -> None:
+    def __init__(
+        self, path: str, names: Mapping[str, tuple[str, ...]], optimizer_class: str, long_states: Iterable[str]
+    ) -> None:
         """Read the metadata, the options and the scalar states. `names` are those of the model's tensors, each with its
-        kind and its other names; `like` is the optimizer that will take the states."""
+        kind and its other names. DCP does not store what the optimizer is that will take the states: its class, and
+        which states are as long as their parameter."""
         self._path = path
-        self._like = like
+        self._optimizer_class = optimizer_class
+        self._long_states = frozenset(long_states)
         try:
             self._metadata = _reader(path).read_metadata().state_dict_metadata
         except Exception as error:  # whatever the bytes make of pickle, or the file system of the path
             raise CheckpointError(f"{path} is not a torch.distributed.checkpoint: {error!s:.200}") from error
         parameters = [name for name, (kind, *_) in names.items() if kind == "parameter"]
-        self._names = DcpNames.find(self._metadata, parameters)
+        self._model_prefix = _model_prefix(self._metadata, parameters)
+        options = [key[: key.index("param_groups.0.")] for key in self._metadata if "param_groups.0." in key]
+        self._optimizer_prefix = options[0] if options else None
         self._keys: dict[tuple[str, str, str], str] = {}  # by identity of an entry
         self.manifest = self._describe(names)
 
@@ -234,7 +195,7 @@ class DcpCheckpoint:
         entries: list[TensorEntry] = []
         modules: dict[str, Any] = {}
         values = self._load([key for key, stored in self._metadata.items() if _is_small(stored)])
-        for name, key in self._names.of_model(self._metadata, names):
+        for name, key in self._model_keys(names):
             stored = self._metadata[key]
             if name.endswith("_extra_state"):
                 module = name.removesuffix("_extra_state").rstrip(".")
@@ -242,8 +203,8 @@ class DcpCheckpoint:
             elif isinstance(stored, TensorStorageMetadata):
                 entries.append(self._entry(names.get(name, ("parameter",))[0], name, key, stored))
         optimizer = None
-        if self._names.optimizer is not None:
-            optimizer = self._describe_optimizer(self._names.optimizer, entries, values)
+        if self._optimizer_prefix is not None:
+            optimizer = self._describe_optimizer(self._optimizer_prefix, entries, values)
         ours = decode(values.get(OURS, "{}"), dict[str, Any], what=f"{self._path}: {OURS}", error=CheckpointError)
         for key, stored in self._metadata.items():
             if key.startswith(f"{TENSORS_OF_OURS}.") and isinstance(stored, TensorStorageMetadata):
@@ -265,6 +226,18 @@ class DcpCheckpoint:
             averages=ours.get("averages", {}),
         )
 
+    def _model_keys(self, known: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+        """Yield the names of the model's tensors, each with its key: those that are known, and with a prefix others."""
+        aliases = {alias for _, *others in known.values() for alias in others}
+        beside = [OURS, TENSORS_OF_OURS]
+        if self._optimizer_prefix is not None:
+            beside += [f"{self._optimizer_prefix}state.", f"{self._optimizer_prefix}param_groups."]
+        for key in self._metadata:
+            name = key.removeprefix(self._model_prefix)
+            is_ours = key.startswith(self._model_prefix) and name not in aliases and not key.startswith(tuple(beside))
+            if is_ours and (self._model_prefix or name in known):
+                yield name, key
+
     def _describe_optimizer(self, prefix: str, entries: list[TensorEntry], values: Mapping[str, Any]) -> OptimizerEntry:
         """Add the long states to the entries, and return options and scalar states."""
         singles: dict[str, dict[str, Any]] = {}
@@ -277,7 +250,7 @@ class DcpCheckpoint:
                 options.setdefault(int(match.group(1)), {})[match.group(2)] = values[key]
             elif rest.startswith("state."):
                 name, _, state = rest.removeprefix("state.").rpartition(".")
-                if key in values and state not in self._like.long_states:
+                if key in values and state not in self._long_states:
                     singles.setdefault(name, {})[state] = encode_value(values[key], refuse_tensor, key)
                 else:
                     entries.append(self._entry("state", name, key, stored, state))
@@ -286,7 +259,7 @@ class DcpCheckpoint:
             parameters = tuple(options[number].pop("params"))
             encoded = encode_value(options[number], refuse_tensor, f"param_groups[{number}]")
             groups.append(OptimizerGroup(encoded, parameters))
-        return OptimizerEntry(self._like.class_name, tuple(groups), singles)
+        return OptimizerEntry(self._optimizer_class, tuple(groups), singles)
 
     def _entry(self, kind: str, of: str, key: str, stored: TensorStorageMetadata, state: str = "") -> TensorEntry:
         entry = TensorEntry(kind, of, dtype_name(stored.properties.dtype), tuple(stored.size), (), state)
@@ -329,6 +302,14 @@ class DcpCheckpoint:
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
+
+
+def _model_prefix(keys: Collection[str], wanted: Sequence[str]) -> str:
+    """Return the prefix under which a checkpoint has all of these names, or most of them."""
+    first = wanted[0]
+    ends = [key.removesuffix(first) for key in keys if key == first or key.endswith(f".{first}")]
+    prefixes = [f"{MODEL}.", *(end for end in ends if not end or end.endswith(f"{MODEL}."))]
+    return max(prefixes, key=lambda prefix: sum(prefix + name in keys for name in wanted))
 
 
 def _is_small(stored: Any) -> bool:

@@ -26,9 +26,10 @@ from msgspec.structs import replace
 
 from zerostd.checkpointing.storage.manifest import Manifest
 from zerostd.checkpointing.storage.remote import AnyPath, RemotePath
-from zerostd.checkpointing.storage.safetensors_files import reason, system_errors
+from zerostd.checkpointing.storage.safetensors_files import system_errors
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.retrying import Retries
+from zerostd.tiers.scratch_files import reason
 
 MANIFEST = "manifest.json"
 MARK = ".incomplete-"

@@ -123,7 +123,7 @@ def _output_tensor(checkpoint: Checkpoint, entry: TensorEntry, chosen: torch.dty
 
     def gather(stretch: Stretch, writer: DirectFileWriter, offset: int) -> int:
         """Put elements together from the boxes that several ranks have written."""
-        writer.write(checkpoint.gather(entry, stretch).to(dtype), offset)
+        writer.write(checkpoint.read(entry, stretch).to(dtype), offset)
         return 0
 
     if any(part.origin for part in entry.parts):

@@ -92,11 +92,12 @@ class Checkpoint:
         for numbers in ordered_results(self._threads, self._read_block, blocks):
             on_bytes(numbers.nbytes)
 
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        """Return a whole tensor, on the host."""
-        values = torch.empty(entry.numel, dtype=entry.torch_dtype)
-        self.fill([(entry, entry.whole, values)], lambda num_bytes: None)
-        return values.view(entry.shape)
+    def read(self, entry: TensorEntry, wanted: Stretch | None = None) -> torch.Tensor:
+        """Return a whole tensor, or some of its elements one after another, on the host."""
+        stretch = wanted or entry.whole
+        values = torch.empty(stretch.stop - stretch.start, dtype=entry.torch_dtype)
+        self.fill([(entry, stretch, values)], lambda num_bytes: None)
+        return values.view(entry.shape) if wanted is None else values
 
     def fill(self, wanted: Iterable[tuple[TensorEntry, Stretch, torch.Tensor]], on_bytes: OnBytes) -> None:
         """Read elements of tensors into flat memory of any dtype and device."""
@@ -120,13 +121,6 @@ class Checkpoint:
 
         for num_bytes in ordered_results(self._threads, fill, jobs):
             on_bytes(num_bytes)
-
-    def gather(self, entry: TensorEntry, wanted: Stretch) -> torch.Tensor:
-        """Return elements of a tensor from the boxes it is stored in, by the calling thread alone."""
-        values = torch.empty(wanted.stop - wanted.start, dtype=entry.torch_dtype)
-        for block in blocks_of(entry, wanted):
-            copy_shared(self._read_block(block), block.stretch, values, wanted)
-        return values
 
     def fill_tiers(self, targets: Sequence[Target], on_bytes: OnBytes) -> None:
         """Read tensors into tier tensors. On disk neighbours are written together, while the next ones are read."""

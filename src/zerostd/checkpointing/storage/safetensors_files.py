@@ -34,13 +34,13 @@ from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode
 from zerostd.monitoring.retrying import Retries
 from zerostd.tiers.host import PAGE, aligned
+from zerostd.tiers.scratch_files import DIRECT, reason
 
 NUM_THREADS = 4
 MOST_HEADER = 256 << 20
 CACHED_SLICE = 256 << 10  # bytes written at a time through the page cache
 START_EVERY = 32 << 20  # bytes through the page cache after which the system is asked to start writing to disk
 RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
-DIRECT = getattr(os, "O_DIRECT", 0)  # 0: a system without it
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -48,11 +48,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 Bytes: TypeAlias = Any  # a numpy array of uint8: its stubs for Python 3.11 do not say that it is a buffer
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-
-
-def reason(error: OSError) -> str:
-    """Return the system's message with the short name of the error."""
-    return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror or error}"
 
 
 @contextmanager

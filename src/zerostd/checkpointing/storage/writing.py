@@ -258,22 +258,19 @@ def _output_tensors(records: Sequence[SavedInterval], device: torch.device, pace
         if tier is Tier.DISK and not hasattr(scratch, "memory"):
             scratch.memory = aligned(BLOCK + PAGE)
         memory = scratch.memory if tier is Tier.DISK else None
-        if tier is Tier.HOST:
-            ready.synchronize()  # it may be a copy of what was on the device
-        with stream.after(ready) if tier is Tier.DEVICE else nullcontext():
-            values = record.read(low, high, memory).detach().to("cpu").contiguous()  # a copy only if it was elsewhere
-        writer.write(values, offset)
-        return crc32(values)
-
-    def write_in_turn(record: SavedInterval, low: int, high: int, writer: DirectFileWriter, offset: int) -> int:
         with nullcontext() if pace is None else pace.tile(NUM_THREADS):
-            return write(record, low, high, writer, offset)
+            if tier is Tier.HOST:
+                ready.synchronize()  # it may be a copy of what was on the device
+            with stream.after(ready) if tier is Tier.DEVICE else nullcontext():
+                values = record.read(low, high, memory).detach().to("cpu").contiguous()  # a copy if it was elsewhere
+            writer.write(values, offset)
+            return crc32(values)
 
     tensors: dict[SavedInterval, OutputTensor] = {}
     for record in records:
         numel = record.stop - record.start
         step = BLOCK // record.dtype.itemsize
-        blocks = [(low, partial(write_in_turn, record, low, min(numel, low + step))) for low in range(0, numel, step)]
+        blocks = [(low, partial(write, record, low, min(numel, low + step))) for low in range(0, numel, step)]
         if blocks:
             tensors[record] = OutputTensor(str(len(tensors)), record.dtype, (numel,), blocks)
     return tensors
