@@ -53,10 +53,10 @@ class Session:
     def announce(self, event: Event, first: float = 0.0, second: float = 0.0) -> None:
         """Start to send what this rank does now. Earlier announcements are received first."""
         self.receive()
-        row = torch.tensor([[EVENTS.index(event), first, second]], dtype=torch.float64)
+        row = torch.tensor([EVENTS.index(event), first, second], dtype=torch.float64)
         self._rows = row.repeat(self.size, 1)
         if self.group is not None:
-            self._work = dist.all_gather_into_tensor(self._rows, row, group=self.group, async_op=True)
+            self._work = dist.all_gather(list(self._rows), row, group=self.group, async_op=True)
 
     def receive(self) -> list[Call]:
         """Wait for the last announcement of each rank. Raise if ranks that have not joined differ."""
