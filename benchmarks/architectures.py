@@ -51,6 +51,7 @@ LIMIT = 1e-5  # relative, on two ranks
 STEPS = 2
 MOST_PARAMETERS = 32_000_000  # some configurations cannot be made small by these names
 LIMIT_S = 120  # of one architecture
+AT_ONCE = 40  # architectures that two processes try: each imports modules that stay
 
 # What configurations call their sizes; those that a configuration has are set.
 SIZES = {
@@ -241,10 +242,12 @@ def main(options: argparse.Namespace) -> None:
     begin = time.monotonic()
     kinds = [kind for kind in sorted(transformers.CONFIG_MAPPING) if not options.only or kind in options.only]
     outcomes, left_out = alone(kinds)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(together, (list(outcomes), folder), nprocs=2)
-        for kind, outcome in json.loads(Path(folder, "outcomes.json").read_text()).items():
-            outcomes[kind][TWO_RANKS] = outcome
+    tried_alone = list(outcomes)
+    for start in range(0, len(tried_alone), AT_ONCE):
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(together, (tried_alone[start : start + AT_ONCE], folder), nprocs=2)
+            for kind, outcome in json.loads(Path(folder, "outcomes.json").read_text()).items():
+                outcomes[kind][TWO_RANKS] = outcome
     forms = [*FORMS, TWO_RANKS]
     same = [kind for kind, cells in outcomes.items() if set(cells.values()) == {"same"}]
     lines = [
