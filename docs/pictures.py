@@ -271,7 +271,7 @@ def overlap() -> Picture:
     picture.text(
         20,
         242,
-        "a to d are groups. A group's next forward waits only for its own update. Results equal those of a serial step.",
+        "a to d are groups. A group's next forward waits for its own update only. Results equal a serial step's.",
         fill="muted",
     )
     return picture

@@ -212,7 +212,7 @@ def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
                 readers[name] = reader
         for tensor, name in weights.items():
             if tensor not in readers or readers[tensor].path.name != name:
-                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, although {file.name} says so")
+                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, although {file.name} lists it there")
     return readers
 
 

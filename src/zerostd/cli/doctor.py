@@ -196,7 +196,7 @@ def _group() -> Findings:
         yield Finding("process group", "failure", _line(error), remedy)
         return
     yield Finding(
-        "process group", "ok", f"{met} rank{'s' * (met > 1)} met over {backend}, {seconds_text(seconds)} a collective"
+        "process group", "ok", f"{met} rank{'s' * (met > 1)} met over {backend}, {seconds_text(seconds)} per collective"
     )
 
 

@@ -169,4 +169,4 @@ def _first_difference(everyone: list[list[str]], world: World) -> str:
             return f"{world.name(longer)} has {num_more} more, the first is {everyone[longer][index]!r}"
         if ours != theirs:
             return f"entry {index} is {ours!r} on {world.name(usual)} and {theirs!r} on {world.name(rank)}"
-    return "none, when they were compared again"
+    return "a second comparison found none"

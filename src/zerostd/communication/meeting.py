@@ -29,7 +29,7 @@ def meet(device: torch.device, limit: timedelta) -> None:
             missing = [str(other) for other in range(size) if not store.check([f"{THERE}{other}"])]
             raise
     except RuntimeError as error:
-        who = f"rank {', '.join(missing)} did not come to it. Start" if missing else "start"
+        who = f"rank {', '.join(missing)} is missing. Start" if missing else "start"
         text = str(error).strip().splitlines()[0][:200]
         raise CommunicationError(
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others in "

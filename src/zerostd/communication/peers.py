@@ -251,7 +251,7 @@ class Peers:
     def _last_seen(self, rank: int) -> str:
         """Return the last known place of a rank that does not answer."""
         if rank not in self._seen:
-            return "It was not heard of since zerostd.prepare()"
+            return "It has not been heard from since zerostd.prepare()"
         heard, place = self._seen[rank]
         return f"Its last message, {time.monotonic() - heard:.1f} s ago, says that it {place.describe()}"
 

@@ -176,7 +176,7 @@ class World:
         channels = link = None
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
-            with peers.at("the making of its process groups"), peers.waiting():
+            with peers.at("the creation of its process groups"), peers.waiting():
                 if size > 1:
                     backend = dist.get_default_backend_for_device(device)
                     channels = _make_channels(splits, backend, limit, peers, nodes if has_nodes else None)

@@ -80,7 +80,7 @@ def decode_blocks(
     """
     _check(out, bits, coded, num_slices=num_slices)
     if accumulate and out.dtype != torch.float32:
-        raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}: adding in less loses small sums")
+        raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}, which would lose small addends")
     if native.serves(out, coded):
         native.decode_blocks(coded, bits, out, num_slices=num_slices, accumulate=accumulate, num_threads=num_threads)
         return

@@ -56,7 +56,7 @@ AGAIN = "measure again with `zerostd measure`"
 QUIET = 0.75  # of all cores, that updates on all of them have where nothing else runs
 PARTS = {  # in their order: seconds that each takes at most or so, and what it needs
     "copies between host and device": (2.0, "link"),
-    "updates on the processor": (6.0, ""),
+    "updates on the CPU": (6.0, ""),
     "host memory with everything busy": (1.0, "link"),
     "updates on the device": (2.0, "link"),
     "matrix products": (5.0, ""),
@@ -210,7 +210,7 @@ def _link_and_processor(
             tell("copies between host and device")
             copies = LinkCopies(device, host, sizes, min(free["host"], free["device"]))
             link = link_rates(copies, sizes)
-        tell("updates on the processor")
+        tell("updates on the CPU")
         updates = HostUpdates(host, sizes, free["host"])
         by_threads = {count: updates.ns(count, sizes) for count in thread_counts(cores)}
         memory = UPDATE_BYTES / by_threads[cores] * 1e9

@@ -63,11 +63,11 @@ class Memory:
             sizes = f"{size / 2**20:.1f} MiB are coded in {held / 2**20:.1f} MiB"
             rows.append(f"{kind} of {sizes} ({size / max(1, held):.2f} to 1)")
         for kind, (size, counted) in self.shared.items():
-            sizes = f"{size / 2**20:.1f} MiB are kept once with equal ones"
+            sizes = f"{size / 2**20:.1f} MiB are shared with equal parameters"
             rows.append(f"{kind} of {sizes}, {counted / 2**20:.1f} MiB of them counted here")
         if self.unpacking_s:
             rows.append(f"unpacking took {plain_seconds(self.unpacking_s)} of processor time")
-        rows += [f"tried again {count} times: {what}" for what, count in self.retries.items()]
+        rows += [f"retried {count} times: {what}" for what, count in self.retries.items()]
         return "\n".join(rows)
 
 

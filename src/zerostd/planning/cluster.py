@@ -171,7 +171,7 @@ def table(counted: Sequence[Counted], refused: Sequence[Refusal], chosen: Counte
         outcomes[request.model.samples or 1, request.accumulate] = f"{plain_seconds(each.seconds)} a step"
     passes = chosen.solution.request.accumulate
     samples = chosen.solution.request.model.samples or 1
-    lines = [f"A step of {samples * passes} samples is made in passes of {samples}: accumulate={passes}. Tried:"]
+    lines = [f"A step of {samples * passes} samples is divided into passes of {samples}: accumulate={passes}. Tried:"]
     lines += [f"  {size} x {count}: {outcomes[size, count]}" for size, count in sorted(outcomes, reverse=True)]
     return "\n".join(lines)
 

@@ -179,8 +179,8 @@ class Hooks:
             held = self.gatherer.wires.ledger.memory().now.get(Tier.DEVICE.value, {})
             kinds = ", ".join(f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in held.items() if size)
             error.add_note(
-                f"zerostd: beside activations the device holds {kinds or 'nothing'} of this model. Use fewer samples "
-                "in a pass, Placement(activations='recompute'), or Budget(device=...), which makes a plan that fits"
+                f"zerostd: apart from activations, the device holds {kinds or 'nothing'} of this model. Use fewer "
+                "samples in a pass, Placement(activations='recompute'), or Budget(device=...), which makes a plan that fits"
             )
 
     def _backward_begins(self, trainer: threading.Thread, grad: torch.Tensor) -> None:

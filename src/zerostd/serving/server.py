@@ -119,7 +119,7 @@ class Server:
             for worker in self.link.workers:
                 under_way.append((values, self.link.send(values, worker, PARAMETERS + numbers[flat])))
         for _, works in under_way:
-            self.link.wait(works, "the way of new parameters to the workers")
+            self.link.wait(works, "the transfer of new parameters to the workers")
 
     def _save(self, call: Save) -> None:
         for name, buffer in buffers_of(self.runtime.model).items():

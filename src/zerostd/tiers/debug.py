@@ -84,6 +84,6 @@ class Seals:
             raise StorageError(
                 f"the {tensor[part].nbytes} bytes at offset {part.start * tensor.itemsize} of {what} in host memory "
                 f"are not those of the last update: checksum {expected:#010x} expected and {checksum:#010x} found. The "
-                "memory is damaged, or code that is not torch's wrote there: load the last checkpoint into a new "
+                "memory is damaged, or code outside torch wrote there: load the last checkpoint into a new "
                 "model, and check the memory"
             )

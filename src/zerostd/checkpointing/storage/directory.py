@@ -197,7 +197,7 @@ def clear_leftovers(parent: AnyPath) -> None:
                 if time.time() - folder.stat().st_mtime < JUST_NOW_S:
                     continue  # it may not be locked yet
                 _lock(folder).close()  # raises if somebody holds the lock
-                log.info("removing %s, which a killed run has left", folder)
+                log.info("removing %s, left by a killed run", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -229,7 +229,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
     path = folder / MANIFEST
     with system_errors(f"{path} cannot be read"):
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a directory, so it is not a checkpoint")
+            raise CheckpointError(f"{folder} is not a directory; name one that zerostd.save wrote")
         if not path.exists():
             raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or was never completed")
         if (size := _size_of(path)) > MOST_BYTES:
