@@ -180,7 +180,7 @@ class Hooks:
             kinds = ", ".join(f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in held.items() if size)
             error.add_note(
                 f"zerostd: apart from activations, the device holds {kinds or 'nothing'} of this model. Use fewer "
-                "samples in a pass, Placement(activations='recompute'), or Budget(device=...), which makes a plan that fits"
+                "samples in a pass, Placement(activations='recompute'), or Budget(device=...), which plans what fits"
             )
 
     def _backward_begins(self, trainer: threading.Thread, grad: torch.Tensor) -> None:
