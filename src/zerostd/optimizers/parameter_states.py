@@ -71,7 +71,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         self.update(kept)
 
     def _synchronize(self) -> None:
-        """Wait for updates that go on; raise if one has failed, or has begun inside backward."""
+        """Wait for running updates; raise if one has failed, or has begun inside backward."""
         self._gradients.check_unlocked("optimizer.state")
         if self._updater.offload is not None:
             self._updater.offload.check()

@@ -1,6 +1,6 @@
 """Optimizer states to torch's state_dict format and back, parameter by parameter; and what checkpoints store.
 
-Spans are ours; users know parameters. Saving cuts each span's states at parameter boundaries, loading puts them
+Spans are internal; users know parameters. Saving cuts each span's states at parameter boundaries, loading puts them
 together again. 16-bit parameters also have `master`, the fp32 values behind the rounded ones. `take_states` and
 `replace_states` carry the states of one flat over a move to another home. Checkpoints store long states and gradients
 as intervals of the tensors they are kept in, and scalar states by name of parameter.
@@ -117,7 +117,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
 
 
 def _check_keys(updater: Updater, parameter: nn.Parameter, states: States) -> None:
-    """Refuse states of a parameter that lack one which every step keeps."""
+    """Refuse states of a parameter if one that every step keeps is missing."""
     missing = [name for name in updater.states if states and name not in states]
     if missing:
         raise MisuseError(
@@ -194,8 +194,8 @@ def _fill_parameter(updater: Updater, spans: UpdateSpans, places: Places, states
 
 
 def _exact(master: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return masters with the bits that `values` have beyond the parameters' dtype, where both are the same in it: as
-    in torch, the state of an optimizer does not change parameters."""
+    """Return masters with the extra bits of `values` where master and value round to the same parameter: as in torch,
+    the state of an optimizer does not change parameters."""
     values = values.to(master)
     return torch.where(values.to(dtype) == master.to(dtype), values, master)
 

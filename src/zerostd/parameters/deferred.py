@@ -250,8 +250,8 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _stand_in(leaf: Any) -> Any:
-    """Return what a recorded call keeps of an operand: a copy of a small real tensor, or a large one itself, which
-    must not change."""
+    """Return what a recorded call keeps of an operand: a copy of a small real tensor, or a large one itself, which must
+    not change."""
     if isinstance(leaf, torch.Generator):
         raise NotSupportedError("empty_init() cannot record draws from your own torch.Generator; leave it out")
     if history := history_of(leaf):

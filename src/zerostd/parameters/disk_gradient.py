@@ -33,8 +33,8 @@ class _Window:
 
 
 class Windows:
-    """Host memory that gradients on disk pass through. While a gradient lands in a window, only the call that ends
-    the landing is allowed."""
+    """Host memory that gradients on disk pass through. While a gradient lands in a window, only the call that ends the
+    landing is allowed."""
 
     def __init__(self, allocator: TierAllocator) -> None:
         self._host = allocator.host

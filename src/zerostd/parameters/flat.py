@@ -357,8 +357,8 @@ class Flat:
         self._forget_secondary()
 
     def commit_edits(self) -> None:
-        """Let masters follow what the user wrote. Masters change only where the rounded value did, so untouched
-        masters lose no bits. A master whose upper half is the parameter has followed already."""
+        """Let masters follow what the user wrote. Masters change only where the rounded value did, so untouched masters
+        lose no bits. A master whose upper half is the parameter has followed already."""
         if self.has_edits and self.full.untyped_storage().nbytes():
             self.keep_all(self.full)
         if not self._edits.awaits_commit:

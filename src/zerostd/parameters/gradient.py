@@ -191,8 +191,8 @@ class Gradient:
             self._unsynced = None
 
     def prepare_landing(self, wanted: Sequence[bool]) -> bool:
-        """Prepare for the gradients of a pass; return True if they must be added to the present ones. `wanted` says
-        for each parameter whether the gradient of earlier passes still counts."""
+        """Prepare for the gradients of a pass; return True if they must be added to the present ones. `wanted` says for
+        each parameter whether the gradient of earlier passes still counts."""
         self.take_memory()
         keep = [is_wanted and has_landed for is_wanted, has_landed in zip(wanted, self._has_landed, strict=True)]
         self._has_landed = [True] * len(keep)

@@ -76,8 +76,8 @@ class Group:
 
     @property
     def ends_in_backward(self) -> bool:
-        """Whether something happens when backward no longer needs the group: it is released or updated, or its
-        gradient is freed."""
+        """Whether something happens when backward no longer needs the group: it is released or updated, or its gradient
+        is freed."""
         frees = any(flat.gradient is not None and not flat.gradient.is_kept for flat in self.flats)
         return frees or self.gives_back or self.is_updated_later
 
@@ -93,8 +93,8 @@ class Group:
 
     @property
     def gather_name(self) -> str:
-        """The name of its gather in errors. The name says if the gather is inside the node: if one rank alone wrote
-        to parameters, it is in another gather than its peers."""
+        """The name of its gather in errors. The name says if the gather is inside the node: if one rank alone wrote to
+        parameters, it is in another gather than its peers."""
         is_inside = bool(self.flats) and all(flat.secondary and flat.secondary.is_current for flat in self.flats)
         return f"the gather of group {self.name!r}{' inside the node' if is_inside else ''}"
 
@@ -164,8 +164,8 @@ class Group:
             flat.commit_edits()
 
     def check_exact(self, flat: Flat) -> None:
-        """Refuse an edit of values that were rounded on the wire: keeping it would also keep the rounding of the
-        other values."""
+        """Refuse an edit of values that were rounded on the wire: keeping it would also keep the rounding of the other
+        values."""
         if self.state is GroupState.GATHERED and flat.is_sharded and self._wires.rounds_weights:
             raise MisuseError(
                 f"{flat.layout.intervals[0].name!r} or a parameter of its group was changed inside forward, where "
@@ -223,9 +223,9 @@ class Group:
                 flat.secondary.give_back()
 
     def expire(self) -> None:
-        """Let parameters show NaN until the values that an update is writing are here. This is for groups that stay
-        on the device: if ranks update slices of it, the group has to be gathered; otherwise waiting for the updates
-        is enough."""
+        """Let parameters show NaN until the values that an update is writing are here. This is for groups that stay on
+        the device: if ranks update slices of it, the group has to be gathered; otherwise waiting for the updates is
+        enough."""
         assert not self.gives_back and not self.gathers, f"group {self.name!r} is released instead, or is in flight"
         for flat in self.flats:
             flat.show_nan()
@@ -301,8 +301,8 @@ class Group:
 
     @property
     def is_passed(self) -> bool:
-        """Whether backward has passed all forwards of the group. False if inputs get no gradient, because nothing
-        tells then."""
+        """Whether backward has passed all forwards of the group. False if inputs get no gradient, because nothing tells
+        then."""
         return self._has_inputs and not self._awaited
 
     def end_pass(self, *, is_backward: bool) -> None:

@@ -55,8 +55,8 @@ class SavedInterval:
         return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
 
     def copied(self) -> SavedInterval:
-        """Return the interval with a copy of the present values in new host memory. The copy is complete when the
-        work that is queued on the device is done, and later work does not change it."""
+        """Return the interval with a copy of the present values in new host memory. The copy is complete when the work
+        that is queued on the device is done, and later work does not change it."""
         halves = self.column if isinstance(self.column, SplitTensor) and self.column.tier is not Tier.DISK else None
         values = self.read(0, self.stop - self.start) if halves is None else halves.high.read(self.place)
         copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")

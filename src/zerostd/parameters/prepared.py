@@ -269,8 +269,8 @@ class _Read(torch.autograd.Function):
 
 
 class ReleasedDTensor(ReleasedParameter):
-    """A parameter that is a DTensor, and whose values are elsewhere. A DTensor that shows its values is of torch's
-    own class, because torch dispatches on no other."""
+    """A parameter that is a DTensor, and whose values are elsewhere. A DTensor that shows its values is of torch's own
+    class, because torch dispatches on no other."""
 
     def _brought(self) -> Any:
         values = self.source.access.read(self)

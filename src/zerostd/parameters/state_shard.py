@@ -217,8 +217,8 @@ def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: 
 
 @dataclass(eq=False)
 class Edits:
-    """Detects in-place writes of users to parameters: by version counters, and by earlier copies of parameters on
-    the device that are upper halves of masters. The copies show which elements changed."""
+    """Detects in-place writes of users to parameters: by version counters, and by earlier copies of parameters on the
+    device that are upper halves of masters. The copies show which elements changed."""
 
     ledger: Ledger
     versions: list[int]  # of the parameters, when edits were kept last
