@@ -90,8 +90,8 @@ class Control:
         return out
 
     def collect_if_any(self, value: Any, what: str, *, is_different: bool) -> list[Any]:
-        """Return everyone's value, by rank. If it is different on no rank it is this one's everywhere, and that costs
-        one small message."""
+        """Return everyone's value, by rank. If no rank differs, the value is this rank's everywhere, at the cost of one
+        small message."""
         if self.world.channels is None:
             return [value]
         if self.num_flags:
@@ -148,7 +148,7 @@ def _explain(everyone: list[tuple[list[str], list[str], list[str]]], world: Worl
 
 
 def _odd(everyone: list[list[str]]) -> tuple[int, int]:
-    """Return a rank that has what most ranks have, and the first that differs from it."""
+    """Return a rank that agrees with most ranks, and the first rank that differs from it."""
     usual = everyone.index(max(everyone, key=everyone.count))
     return usual, next((rank for rank, lines in enumerate(everyone) if lines != everyone[usual]), usual)
 

@@ -16,8 +16,8 @@ THERE = "zerostd/there/"  # and a rank: a key of the store, which says that the 
 
 
 def meet(device: torch.device, limit: timedelta) -> None:
-    """Make the default process group. Ranks that do not come are named, if torchrun has the store: else it is there
-    only when all of them are."""
+    """Make the default process group. Missing ranks are named if torchrun provides the store; otherwise the store
+    exists only when all ranks are there."""
     missing: list[str] = []
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))

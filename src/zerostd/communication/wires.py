@@ -75,7 +75,7 @@ class Collective(Transfer):
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as real ones, twice as many, in the same memory: not every backend sums others."""
+    """Return complex numbers as twice as many real ones, in the same memory: not every backend sums complex numbers."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

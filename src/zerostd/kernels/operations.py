@@ -31,7 +31,7 @@ def update(
         source: The fp32 master, or a `Split` of it, and then the fp32 states that `rule.state_names` names. Those of
             Adam may be coded, as bytes (`moments.py`); its bits are then the same on every device.
         target: As `source`: takes the result, and each array is its own source or apart from all. None: in place.
-        factor: 1 over the loss scale, times the clip coefficient, say. Of coded states it may be one fp32 number on
+        factor: Such as the clip coefficient over the loss scale. Of coded states it may be one fp32 number on
             their device.
         weight: Takes the new master rounded to nearest even; fp32, bf16 or fp16. May be exactly the gradient's memory
             when both have the same item size; so may the high half of a split target, which itself is the weight.

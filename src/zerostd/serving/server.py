@@ -77,7 +77,7 @@ class Server:
         gradient.close_landing(target)
 
     def _answer(self, call: Any) -> None:
-        """Do what the workers ask for. What it raises is theirs."""
+        """Do what the workers ask for. Errors are sent to the workers."""
         if isinstance(call, StepCall):
             self._step(call)
             return
