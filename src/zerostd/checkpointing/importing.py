@@ -51,7 +51,8 @@ log = logging.getLogger("zerostd")
 
 @torch.no_grad()
 def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
-    """Load ordinary files. All ranks call it. Nothing is changed unless all fits; states of an optimizer stay."""
+    """Load ordinary files. All ranks call it. Nothing is changed unless everything fits; optimizer states do not
+    change."""
     readers: dict[str, TensorReader] = {}
 
     def check(files: ExitStack) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """What a machine can do: copies between host and device, updates on either, matrix products, files read and written,
 and collectives among its ranks.
 
-Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used. A
-number is the median of short turns; `TrialSizes` says how much is tried.
+Memory comes from the tiers and copies go through streams, as in training. A rate is the median of short turns;
+`TrialSizes` says how much is tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run amounts to, in two or three sentences: what bounds a step, what more memory would save, what to try."""
+"""The verdict on a run, in two or three sentences: what bounds a step, what more memory would save, what to try."""
 
 from __future__ import annotations
 

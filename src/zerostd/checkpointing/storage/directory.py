@@ -128,7 +128,8 @@ class PendingObjects:
 
 
 def begin(target: AnyPath, retries: Retries) -> PendingDirectory | PendingObjects:
-    """Return what a checkpoint is written to. Raises CheckpointError if that is there already, or cannot be."""
+    """Return the pending directory or objects of a checkpoint. Raises CheckpointError if the target exists already or
+    cannot be created."""
     return PendingDirectory(target) if isinstance(target, Path) else PendingObjects(target, retries)
 
 
@@ -185,8 +186,8 @@ def _sync(folder: Path) -> None:
 
 
 def clear_leftovers(parent: AnyPath) -> None:
-    """Remove what killed runs left in `parent`, but nothing that a living process is writing. Below a URL nobody knows
-    what is being written: leftovers go with the next save under their name."""
+    """Remove what killed runs left in `parent`, but nothing that a living process is writing. Below a URL it is unknown
+    what is being written: leftovers are removed by the next save under their name."""
     if isinstance(parent, RemotePath):
         return
     with suppress(OSError):
@@ -306,7 +307,7 @@ def keep_newest(target: AnyPath, keep: int) -> None:
 
 
 def _remove(folder: AnyPath) -> None:
-    """Remove a checkpoint. It goes as one, also if this process is killed meanwhile."""
+    """Remove a checkpoint. The directory disappears at once, even if this process is killed meanwhile."""
     if isinstance(folder, RemotePath):
         _remove_objects(folder)
         return
