@@ -135,8 +135,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run an optimizer's step without its own hooks and those on all optimizers, because it is only a part of a
-    step."""
+    """Run an optimizer's step without hooks, its own and those on all optimizers: it is a part of a step."""
     if isinstance(optimizer, torch.optim.Adagrad):
         _make_adagrad_states(optimizer)
     step: Any = type(optimizer).step

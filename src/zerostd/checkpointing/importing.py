@@ -51,8 +51,7 @@ log = logging.getLogger("zerostd")
 
 @torch.no_grad()
 def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
-    """Load ordinary files. All ranks call it. Nothing is changed unless everything fits; optimizer states do not
-    change."""
+    """Load ordinary files. All ranks call it. Nothing is changed unless all fits; optimizer states stay."""
     readers: dict[str, TensorReader] = {}
 
     def check(files: ExitStack) -> dict[str, str]:

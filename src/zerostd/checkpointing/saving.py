@@ -104,9 +104,8 @@ def finish_saves(runtime: Runtime) -> list[PendingSave]:
 
 
 def _out_of_reach(runtime: Runtime, records: Sequence[SavedInterval]) -> list[SavedInterval]:
-    """Return the records, with copies of values that users can write to directly: parameters on the device that are
-    their own masters, or the upper halves of them. Writes to all other values wait until the checkpoint has read
-    them."""
+    """Return the records, with copies of values that users can write to directly: device parameters that are masters,
+    or their upper halves. Writes to all other values wait until the checkpoint has read them."""
     within_reach = {
         flat.full.untyped_storage().data_ptr() for flat in model_parts.flats_of(runtime) if not flat.gives_back
     }

@@ -32,8 +32,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket at the address under which other ranks reach this one: the address of the interface that leads to
-    the store."""
+    """Return a socket that other ranks can reach: on the interface that leads to the store."""
     family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing

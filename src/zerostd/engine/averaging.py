@@ -62,8 +62,7 @@ class AverageOptions:
         return [f"decay {decay}", *(f"{name} {getattr(self, name)}" for name in ("start", "every", "tier"))]
 
     def weight(self, step: int, num_averaged: int) -> float:
-        """Return how far the average moves towards the parameters in a step. The first average is the parameters
-        themselves."""
+        """Return how far the average moves towards the parameters in a step; the first time, all the way."""
         if num_averaged == 0:
             return 1.0
         if self.decay is None:

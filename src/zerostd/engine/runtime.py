@@ -112,8 +112,7 @@ class Runtime:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module. The runtime does not keep the model alive; state off the device is freed with the
-        model."""
+        """The user's module. The model, which the runtime does not keep alive."""
         model = self._model()
         if model is None:
             raise MisuseError("the model of this optimizer no longer exists: keep a reference to the model")
@@ -333,7 +332,6 @@ def _entered(runtime: Runtime, call: str) -> Runtime:
 
 
 def _close_in(process: int, close: Callable[[], None]) -> None:
-    """Close in the process that prepared the model. A forked child has no threads to end, and its copies end with the
-    process."""
+    """Close in the process that prepared the model. A forked child has no threads, and its copies end with it."""
     if process == os.getpid():
         close()

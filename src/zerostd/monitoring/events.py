@@ -1,9 +1,8 @@
 """Events: what happened when, in which lane of the timeline, for which group, and how many bytes it moved.
 
 Rooms that move or compute something put a span around it; `reporting` takes the spans of the steps it records. The ends
-of a span are timestamps of the stream in which the work runs, so nothing waits for them: they become seconds when the
-device has passed them. Spans carry the same names into torch's profiler. While nobody records, a span costs two
-comparisons.
+of a span are timestamps of the stream in which the work runs, so nothing waits: they become seconds when the device has
+passed them. Spans carry the same names into torch's profiler. Unrecorded spans cost two comparisons.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The ledger: bytes by tier and kind, now and at peak, and bytes sent by verb, of this rank; and leaks.
 
-Code that allocates enters the bytes here, and code that frees removes them; nothing is estimated. `Memory` is what
-users get. Leaks are bytes that were allocated during a step and are still there after the next one, with the place that
-allocated them.
+Code that allocates or frees bytes enters them here; nothing is estimated. `Memory` is what users get. Leaks are bytes
+that were allocated during a step and are still there after the next one, with their place.
 """
 
 from __future__ import annotations

@@ -239,8 +239,7 @@ def dtypes_on_disk(shard: StateShard) -> dict[str, Column]:
 
 
 def disk_unit(columns: Iterable[Column]) -> int:
-    """Return the number of elements after which every column begins a new page. The length of code records is not a
-    power of two."""
+    """Return the number of elements, a multiple of code records, after which every column begins a page."""
     return CODED_UNIT if any(isinstance(column, Moment) for column in columns) else UNIT
 
 

@@ -1,8 +1,7 @@
 """Properties of all gradients together: their norm, a common factor, whether they are finite.
 
 Norms are computed from this rank's part and summed over ranks; gradients that every rank holds whole (stage 0) are
-counted once. Factors are applied when the update reads the gradient, or earlier if the user reads the gradient of one
-parameter.
+counted once. Factors are applied when the update reads the gradient, or when the user does.
 
 In fp16 a dynamic loss scale keeps small gradients above fp16's smallest numbers. It enters at the root's outputs in
 backward, so the user's loop stays as it is, and the update takes it out again. A step whose gradients overflowed on any
@@ -71,7 +70,7 @@ def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 @dataclass
 class _Scaled:
-    """Gradients that the user multiplied by one number, one after the other; the multiplication is still pending."""
+    """Gradients that the user multiplied by one number; still pending."""
 
     given: torch.Tensor
     version: int  # when it was given: the user may change it
@@ -114,8 +113,7 @@ class Gradients(StepObserver):
         return self._handles[name]
 
     def before_backward(self) -> None:
-        """Apply pending factors to the gradients now, because they do not apply to those of the next pass. They change
-        then."""
+        """Apply pending factors now: they are not for the gradients of the next pass. They change then."""
         self.flush()
         if self.loss_scale is None:
             self._apply_factor()
@@ -213,8 +211,7 @@ class Gradients(StepObserver):
         return self._norms[order, handle.of] * (self.factor * unscale)
 
     def _norms_of(self, flat: Flat, order: float) -> torch.Tensor:
-        """Return the norms of this rank's part of a flat's gradients, by parameter; a missing gradient counts as
-        zero."""
+        """Return the norms of this rank's part of a flat's gradients, by parameter; a missing one is zero."""
         norms = torch.zeros(len(flat.parameters), device=self.wires.world.device)
         with no_torch_function():
             has_gradient = [GRAD.__get__(parameter) is not None for parameter in flat.parameters]
@@ -246,9 +243,8 @@ class Gradients(StepObserver):
         self._change(handle, func, args, kwargs)
 
     def _put_off(self, handle: GradientHandle, factor: Any) -> bool:
-        """Note that one gradient is to be multiplied by a number on the device. Clipping does this for one gradient
-        after the other. When it has reached all of them, the number waits for the update, as `factor` does. Returns
-        False if the multiplication must be done now."""
+        """Note that one gradient is to be multiplied by a number on the device. Clipping does this one by one; when all
+        are multiplied, the number waits for the update, as `factor` does. Returns False if it must be done now."""
         is_number = isinstance(factor, torch.Tensor) and factor.numel() == 1 and factor.dtype is torch.float32
         if not is_number or self.locked is not None or self.loss_scale is not None:
             return False
@@ -271,8 +267,7 @@ class Gradients(StepObserver):
         return True
 
     def flush(self) -> None:
-        """Make the multiplications that `_put_off` has noted, since not all gradients were multiplied by the same
-        number."""
+        """Make the multiplications that `_put_off` has noted, since they are not the same for all gradients."""
         scaled = self._scaled
         self._scaled = None
         if scaled is not None:
@@ -302,8 +297,7 @@ class Gradients(StepObserver):
         func(part, *tree_map(local, tuple(args)), **tree_map(local, dict(kwargs)))
 
     def read(self, handle: GradientHandle) -> torch.Tensor:
-        """Return the whole gradient of one parameter, as a copy; a DTensor if the parameter is one. Every rank must
-        ask."""
+        """Return a copy of one parameter's whole gradient, or the DTensor of one. Every rank must call it."""
         self.wires.world.check_here("a use of p.grad")
         self._wait()
         self.check_unlocked("a use of p.grad")

@@ -166,8 +166,7 @@ class EmptyInit(TorchDispatchMode):
         return result
 
     def _record(self, call: Any, operands: tuple[Any, Any], result: Any, written: list[torch.Tensor]) -> None:
-        """Record a call for the storages it writes or makes. A call that does neither returns views and needs no
-        record."""
+        """Record a call for the storages it writes or makes. Other calls return views."""
         leaves = tree_leaves(operands)
         touches = list(dict.fromkeys(leaf.history for leaf in leaves if isinstance(leaf, DeferredTensor)))
         writes = list(dict.fromkeys(history for tensor in written if (history := history_of(tensor))))
@@ -209,8 +208,7 @@ class EmptyInit(TorchDispatchMode):
 
 
 class _ShownDevice(TorchFunctionMode):
-    """Shows deferred tensors on the device they were asked for; otherwise functions such as `orthogonal_` would skip
-    them."""
+    """Shows deferred tensors on the device they were asked for; otherwise `orthogonal_` would skip them."""
 
     def __init__(self, context: EmptyInit) -> None:
         super().__init__()

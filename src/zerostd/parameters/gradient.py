@@ -7,9 +7,8 @@ only. The reducer calls the verbs of landing, the optimizer those of reading. A 
 have a copy of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient`
 (host_gradient.py), and one on disk a `DiskGradient` (disk_gradient.py).
 
-[Note: memory of gradients] After zero_grad() there is no gradient to keep. The next forward frees the memory and can
-use it for activations until a gradient lands. Tensors keep their storage objects and lose only the memory, so views
-stay valid.
+[Note: memory of gradients] After zero_grad() no gradient is kept. The next forward frees the memory and can use it for
+activations until a gradient lands. Storage objects stay, so views stay valid.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ class Gradient:
         return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
 
     def give_back(self) -> None:
-        """Free the memory: its values are not needed, and no update reads them. Memory that a numpy array uses
-        stays."""
+        """Free the memory, which is not needed and which no update reads, unless a numpy array uses it."""
         for tensor in self._memories:
             if tensor.untyped_storage().resizable():
                 self._free(tensor)
@@ -86,8 +84,7 @@ class Gradient:
         self._has_landed = [False] * len(self._has_landed)
 
     def take_memory(self) -> None:
-        """Allocate memory again, if it was freed. Only the padding is zero then: everything else is about to be
-        written."""
+        """Allocate memory again, if it was freed. Only padding is zeroed: the rest is about to be written."""
         for tensor in self._memories:
             if tensor.untyped_storage().nbytes() == 0:
                 tensor.untyped_storage().resize_(tensor.nbytes)

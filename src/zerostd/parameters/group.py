@@ -76,8 +76,7 @@ class Group:
 
     @property
     def ends_in_backward(self) -> bool:
-        """Whether something happens when backward no longer needs the group: it is released or updated, or its gradient
-        is freed."""
+        """Whether the group is released or updated, or its gradient freed, when backward no longer needs it."""
         frees = any(flat.gradient is not None and not flat.gradient.is_kept for flat in self.flats)
         return frees or self.gives_back or self.is_updated_later
 
@@ -164,8 +163,7 @@ class Group:
             flat.commit_edits()
 
     def check_exact(self, flat: Flat) -> None:
-        """Refuse an edit of values that were rounded on the wire: keeping it would also keep the rounding of the other
-        values."""
+        """Refuse an edit of values that were rounded on the wire: it would make the other rounded values permanent."""
         if self.state is GroupState.GATHERED and flat.is_sharded and self._wires.rounds_weights:
             raise MisuseError(
                 f"{flat.layout.intervals[0].name!r} or a parameter of its group was changed inside forward, where "
@@ -223,17 +221,15 @@ class Group:
                 flat.secondary.give_back()
 
     def expire(self) -> None:
-        """Let parameters show NaN until the values that an update is writing are here. This is for groups that stay on
-        the device: if ranks update slices of it, the group has to be gathered; otherwise waiting for the updates is
-        enough."""
+        """Let parameters show NaN until the values that an update is writing are here. For groups that stay on the
+        device: if ranks update slices, the group is gathered again; otherwise it waits for updates."""
         assert not self.gives_back and not self.gathers, f"group {self.name!r} is released instead, or is in flight"
         for flat in self.flats:
             flat.show_nan()
         self.state = GroupState.RELEASED if self.is_in_slices else GroupState.GATHERING
 
     def hide(self) -> None:
-        """Let parameters show NaN while their memory is given to others. Backward can no longer run through an older
-        graph."""
+        """Let parameters show NaN while others use their memory. Backward through an older graph then fails."""
         for flat in self.flats:
             flat.show_nan()
             flat.mark_updated()
@@ -289,9 +285,8 @@ class Group:
         self.in_backward = False
 
     def await_inputs(self, forward: object) -> None:
-        """Note a forward whose inputs will get gradients: when they have them, backward has passed this forward. The
-        forward counts for as long as it is alive: the hooks on its inputs hold it, and they are freed with their
-        graph."""
+        """Note a forward whose inputs will get gradients; backward has passed it when they have them. Hooks on its
+        inputs keep the noted forward alive, until their graph is freed."""
         self._has_inputs = True
         self._awaited.add(forward)
 
@@ -301,8 +296,7 @@ class Group:
 
     @property
     def is_passed(self) -> bool:
-        """Whether backward has passed all forwards of the group. False if inputs get no gradient, because nothing tells
-        then."""
+        """Whether backward has passed all forwards of the group. False if inputs get no gradient."""
         return self._has_inputs and not self._awaited
 
     def end_pass(self, *, is_backward: bool) -> None:

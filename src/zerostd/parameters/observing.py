@@ -1,5 +1,4 @@
-"""The moments of training at which observers are called: the adapter, the recorder, a checkpoint that is being
-written."""
+"""The moments of training at which observers are called: the adapter, the recorder, pending checkpoints."""
 
 from __future__ import annotations
 

@@ -185,8 +185,7 @@ class StateShard:
 
     def wait_landed(self) -> None:
         """Block the host until the last update has arrived in `tier`; its new parameters may have been used long
-        before. Call this before reading or writing the tensors outside updates, because the update would overwrite
-        later writes."""
+        before. Call this before reading or writing the tensors outside updates."""
         self.landed.synchronize()
 
     def read_master(self) -> torch.Tensor:

@@ -1,6 +1,5 @@
-"""Models on machines that need not exist here: a plan from two profiles, many world sizes side by side, and closed
-forms of the bytes that a rank holds and sends. A cluster is a machine profile, of one rank in one of its nodes, with
-its wires.
+"""Models on machines that need not be here: a plan from two profiles, many world sizes side by side, and the bytes that
+a rank holds and sends, by closed form. A cluster is the machine profile of one rank, with its wires.
 
 Working memory is counted in large parts only: gathered groups and what gradients pass through. `zerostd.plan` counts a
 module's to the byte.
@@ -138,8 +137,7 @@ def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None
 
 
 def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
-    """Return the ways to divide a batch, as samples in a pass and number of passes: all of them, or a selection at
-    equal ratios."""
+    """Return divisions of a batch into samples in a pass and passes: all, or a selection at equal ratios."""
     small = [size for size in range(1, math.isqrt(batch) + 1) if batch % size == 0]
     sizes = sorted({*small, *(batch // size for size in small)})
     if len(sizes) > most:
@@ -149,8 +147,7 @@ def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
 
 
 def shortest(counted: Sequence[Counted]) -> Counted:
-    """Return the shortest step. Among steps of almost the same time at the same stage, prefer more samples in a pass,
-    or fewer replicas."""
+    """Return the shortest; of nearly equal ones at a stage, that with more samples a pass or fewer replicas."""
     best = min(counted, key=lambda each: each.seconds)
     most_s = best.seconds * (1 + ALMOST)
     stage = best.solution.request.stage

@@ -1,8 +1,8 @@
 """Demands of a group's shares: bytes of every tier and seconds of every resource, as factors of the shares.
 
 All demands are linear in the shares and in a few products of two shares. The program bounds the products from below,
-and they have a closed form if parameters and gradients of a group are in one place. Factors are arrays, one for each
-cost.
+and they have a closed form if parameters and gradients of a group are in one place. Factors are arrays, with an element
+for each cost.
 
 Only what a group needs for its activations while it runs is not linear: a recomputed group keeps all of them for a
 moment, and those that go to the host leave by way of buffers for two groups. A linear program would let all groups do
@@ -30,8 +30,7 @@ Factors = dict[str, Array]  # by the name of a share or a product
 
 @dataclass(frozen=True)
 class GroupShares:
-    """Shares of one group: states by route and tier, and the parts of its parameters, gradients and activations that
-    are off the device."""
+    """Shares of one group: states by route and tier, and what is off the device of its other kinds."""
 
     resident: float = 1.0
     cpu: float = 0.0
@@ -203,9 +202,8 @@ class ResourceDemands:
 
 
 def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping[str, Array | float], float]]:
-    """Yield the terms that depend on two shares at once: the name, the shares that are added, the shares that are
-    subtracted with their factors, and a number that is subtracted. A product is the result, or 0 if that is
-    negative."""
+    """Yield the terms that depend on two shares: the name, the shares that are added, the subtracted shares with their
+    factors, and a subtracted number. A product is the result, or 0 if that is negative."""
     off = dict.fromkeys(OFF, 1.0)
     by_cpu = dict.fromkeys(BY_CPU, 1.0)
     yield "weights_up", BY_CPU, off, 0.0  # new parameters that go to the device from the CPU

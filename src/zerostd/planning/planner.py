@@ -72,8 +72,7 @@ def _candidates(request: PlanRequest) -> list[Solution]:
 
 
 def neighbours(solution: Solution) -> list[Solution]:
-    """Return the same placement with more and with fewer updates by the CPU; nothing if the CPU's share cannot
-    change."""
+    """Return the same placement with more and with fewer updates by the CPU, if that share can change."""
     if solution.request.machine.link is None:
         return []
     parts = [_with_cpu_part(solution.request, solution.shares, times) for times in NEIGHBOURS]
@@ -300,8 +299,7 @@ def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Count
 
 
 def _by_cpu(solution: Solution) -> Solution:
-    """Return the same placement with nothing streamed: the slots for streaming may take more of the device than states
-    do."""
+    """Return the same placement with nothing streamed: slots may take more of the device than states do."""
     shares = [replace(share, cpu=share.cpu + share.streamed, streamed=0.0) for share in solution.shares]
     return solution if solution.request.machine.link is None else replace(solution, shares=shares)
 

@@ -191,7 +191,7 @@ class ScheduleProgram:
         return [(begin[-1:], float(count)), (self.end[:1], float(count))], count * self.demands.forward_s[-1]
 
     def _windows(self, sent: Mapping[str, Term]) -> None:
-        """For every group, fit the work of all groups up to it between its E and its F, while activations leave."""
+        """Fit the work of all groups up to each one between its E and its F, while activations leave."""
         start = self.end if self.request.is_early else numpy.full(len(self.costs), self.end[0])
         passes = self.demands.passes()
         for resource, factors in self.demands.update().items():
@@ -241,8 +241,7 @@ class ScheduleProgram:
             self._backward_after((there, 1.0))
 
     def bytes_cost(self) -> list[Term]:
-        """Return the cost by which steps of the same length are compared: bytes by tier, with groups that are needed
-        first in nearer tiers."""
+        """Return the cost that compares steps of equal length: bytes by tier, groups needed first in nearer tiers."""
         demands = self.demands
         places = numpy.arange(len(self.costs)) / len(self.costs)
         nearest = {"resident": demands.states * places}

@@ -193,8 +193,7 @@ def threads_of(machine: MachineProfile, local_size: int) -> int:
 
 
 def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
-    """Return the user's stage, or the stages worth trying. Stages 0 and 1 are not: stage 2 sends no more than they
-    do."""
+    """Return the user's stage, or those worth trying: 2 and 3, since stage 2 sends no more than 0 and 1."""
     if stage is not None:
         return [stage]
     return [Stage.PARAMETERS] if world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]

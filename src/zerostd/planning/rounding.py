@@ -1,7 +1,6 @@
 """Whole groups: the program takes shares of parameters, gradients and activations, but a group makes one choice for
-each of them as a whole. Its shares are rounded. If the rounded shares do not fit, an integer program about bytes alone
-finds the nearest whole shares that do. Where nothing fits, a refusal says how many bytes are missing where, and what
-would help.
+each of them as a whole. Its shares are rounded. If they do not fit, an integer program about bytes finds the nearest
+whole shares that do. Where nothing fits, a refusal says how many bytes are missing where, and what would help.
 """
 
 from __future__ import annotations

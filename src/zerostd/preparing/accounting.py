@@ -95,10 +95,9 @@ def _slots(plans: Sequence[Sequence[FlatPlan]]) -> dict[Tier, int]:
 
 
 def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Count the root, which is gathered during all of forward, the group that computes, the groups on their way, and in
-    backward the previous group, whose last gradients are still to come. Groups that stay gathered are passed over.
-    Without an optimizer there is one more on its way instead, and behind the last group the first ones of the next
-    pass."""
+    """Count the root, gathered during all of forward, the group that computes, the groups on their way, and in backward
+    the previous group, which awaits its last gradients. Groups that stay gathered are passed over. Without an
+    optimizer, one more is on its way instead, as are the first groups of the next pass."""
     root, *others = [
         sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans
     ]

@@ -64,8 +64,7 @@ from zerostd.tiers.limits import check_disk, check_host
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Pause Python's collector. Without this, the garbage collector would scan all objects made so far again and again,
-    although all are in use."""
+    """Pause Python's collector. Stop the garbage collector meanwhile: it would scan objects in use again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

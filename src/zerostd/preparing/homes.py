@@ -259,8 +259,7 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
 
 
 def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
-    """Return the flats of a group, without homes: each has parameters of one dtype that all train, or are all
-    frozen."""
+    """Return the flats of a group, without homes: one for each dtype, and for trained and frozen parameters."""
     by_sort: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in blueprint.members:
         by_sort.setdefault((member.dtype, member.options is not None), []).append(member)

@@ -258,8 +258,7 @@ def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.o
 
 
 def check_packing(settings: Settings, plans: Sequence[Sequence[FlatPlan]]) -> None:
-    """Refuse a placement that packs parameters if there are none to pack. In a plan this is allowed, because all of
-    them may fit elsewhere."""
+    """Refuse a placement that packs parameters and has none to pack; in a plan all may fit elsewhere."""
     codec = settings.decided[1].codec
     is_packed = any(plan.packed_bytes for group in plans for plan in group)
     if LOSSLESS in codec.values() and settings.plan is None and not is_packed:

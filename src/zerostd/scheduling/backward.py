@@ -1,11 +1,10 @@
 """One backward pass from its first sign to its end.
 
 Gradients come in by their parameters' hooks. When the last gradient of a group is there, the group is released and
-reduced, in one order that all ranks share. So a rank which uses other parameters than its peers still meets them in
-every collective. A gradient that never arrives counts as zero and is sent when the pass ends. Then ranks agree which
-parameters anyone used: those without a gradient anywhere keep `p.grad is None`, as in torch. In the last pass of a
-step, a group whose gradient has landed and whose parameters backward needs no more may be updated, while the pass goes
-on for others.
+reduced, in one order that all ranks share. So ranks that use different parameters still meet in every collective. A
+gradient that never arrives counts as zero and is sent when the pass ends. Then ranks agree which parameters anyone
+used: those without a gradient anywhere keep `p.grad is None`, as in torch. In the last pass of a step, a group whose
+gradient has landed and whose parameters backward needs no more may be updated, while the pass goes on for others.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class PassCounter:
 
     @property
     def is_last(self) -> bool:
-        """Whether the running pass completes the step. This is a guess, unless the user has said how many passes make a
-        step."""
+        """Whether the running pass completes the step; a guess, unless the user has said how many passes do."""
         return self.num_done + 1 == (self.accumulate or self.num_before)
 
     @property
@@ -153,8 +151,7 @@ class Backward:
         return self.is_syncing and (self.passes.is_last or not self.gatherer.wires.world.is_worker)
 
     def begin(self, trainer: threading.Thread | None = None) -> BackwardPass:
-        """Begin a pass of the thread `trainer`, by default this thread, if none is running. Any hook may be the first
-        to call it."""
+        """Begin a pass of the thread `trainer`, by default this one, if none is running. Any hook may call it first."""
         turn = self.gatherer.turn
         if self._pass is not None:
             if trainer is not None:
@@ -320,7 +317,7 @@ class Backward:
         return trained in self._used and trained.parameter.grad is not None
 
     def _learn_order(self, completed: list[Group]) -> None:
-        """From now on, reduce groups in the order in which they completed on rank 0, and update them in the order in
+        """Reduce groups from now on in the order in which they completed on rank 0, and update them in the order in
         which rank 0 needed them. Ranks that saw another order follow: all ranks must use the same order."""
         groups = self.gatherer.groups
         index = {group: position for position, group in enumerate(groups)}
@@ -334,8 +331,7 @@ class Backward:
         self.order_is_learnt = True
 
     def resume(self, num_passes: int, names: Collection[str]) -> None:
-        """Continue in the middle of a step, after this number of passes; the gradients of these parameters have
-        landed."""
+        """Continue a step after this number of passes; the gradients of these parameters have landed."""
         for trained in self.trained:
             has_landed = trained.handle.of in names
             assert trained.flat.gradient is not None

@@ -2,9 +2,8 @@
 
 Hooks say which group is needed in which pass; the group does the work. The order of groups is learnt by watching: for
 each group and phase, who came next last time. The order is only a prediction: an unexpected group is gathered when it
-is needed, and a group that was expected wrongly is released at the end of the pass. Results do not depend on the
-prediction. Ranks that took different branches would meet in different gathers, so all ranks confirm an unexpected
-gather before it starts.
+is needed, one expected wrongly is released at the end of the pass. Results do not depend on the prediction. Ranks that
+took different branches would meet in different gathers, so all ranks confirm an unexpected gather before it starts.
 
 [Note: streaming] In a forward without gradients, in a world of one, the link has nothing else to carry. So copies enter
 its stream at once, where they wait for events and never for the host. Two groups are on their way while one computes.
@@ -58,8 +57,7 @@ class Gatherer:
         self._stream: torch.Stream | None = None  # of the last forward: groups that it left were gathered there
 
     def need(self, group: Group, phase: LoopPhase) -> None:
-        """Return when `group` and the groups it borrows are gathered; by then, the groups expected next are on their
-        way."""
+        """Return when `group` and those it borrows are gathered; by then, the groups expected next are on their way."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED:
             self.control.confirm(f"the gather of group {group.name!r}")
         self.timer.at(group.name)
@@ -179,8 +177,7 @@ class Gatherer:
             self.release(group)
 
     def release_all(self, *, is_backward: bool, but_kept: bool = False) -> None:
-        """End a pass: release all groups that are still gathered; with `but_kept`, except those with which backward
-        begins."""
+        """End a pass: release all gathered groups; with `but_kept`, except those with which backward begins."""
         for group in self.groups:
             group.end_pass(is_backward=is_backward)
             if but_kept:

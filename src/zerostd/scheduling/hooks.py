@@ -285,9 +285,8 @@ class _InputsHook:
 
     [Note: passed] Of the nodes of a graph that are ready, autograd runs the one that was made last. When it comes to
     the node that made an input, it has run all nodes of the forward that took this input. So the first input is enough.
-    Other inputs may be shared with earlier blocks, such as a position bias or the output of an encoder, and get their
-    gradients much later. Leaves tell less, since their nodes run as soon as they can: all leaves must have their
-    gradients.
+    Other inputs, such as a position bias, may be shared with earlier blocks and get their gradients much later. Leaves
+    tell less, since their nodes run as soon as they can: all leaves must have their gradients.
 
     torch's own register_multi_grad_hook would hold the graph that it waits for, which then is never freed if its
     backward does not run.

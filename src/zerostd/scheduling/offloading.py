@@ -62,9 +62,8 @@ class ActivationOffloader:
         self._let_go(NUM_GROUPS, 0 if activations.tier is Tier.DISK else self._bytes_to_come)
 
     def pass_by(self, size: int) -> None:
-        """Note that a group ran and kept so many bytes, as far as is known. After the last such group, all offloaded
-        activations have left. Before that, the device waits only if more bytes are leaving than the later groups will
-        keep."""
+        """Note that a group ran and kept this many bytes, if known. After the last such group, all offloaded
+        activations have left. Before, the device waits only if more bytes are leaving than later groups keep."""
         self._staying.append(size)
         if self._staying_before:
             share = max(0.0, 1.0 - len(self._staying) / len(self._staying_before))
@@ -126,9 +125,8 @@ class ActivationOffloader:
             activations.forget()
 
     def _ahead(self, activations: GroupActivations, least: int) -> list[GroupActivations]:
-        """Return the activations to bring back: at least this many, counted from the given ones on, plus those that are
-        coming and those for which there is room. Activations that have not left yet are excluded, and so are further
-        ones on disk, because staging is for two."""
+        """Return the activations to bring back: at least this many from the given ones on, those that are coming, and
+        those that fit. Not those that have not left yet, nor more on disk than staging holds."""
         ahead: list[GroupActivations] = []
         size = 0
         for index, following in enumerate(activations.chain()):

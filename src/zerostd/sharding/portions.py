@@ -41,9 +41,8 @@ class Portion:
 def cut_portions(
     numels: Sequence[int], shares: Mapping[Tier, float], *, cpu_share: float, finest: int = 1
 ) -> list[tuple[Portion, ...]]:
-    """Return the portions of every region. `cpu_share` is the CPU's part of what is kept off the device. Portions
-    consist of whole units. For a small model, in which shares would be lost, they consist of fewer elements, at least
-    `finest`."""
+    """Return the portions of every region. `cpu_share` is the CPU's part of states off the device. Portions consist of
+    whole units. In a small model they consist of fewer elements, at least `finest`."""
     total = sum(numels)
     unit = next(unit for unit in (UNIT, ALIGNMENT, 1) if total >= 50 * unit or unit <= finest)  # shares to 1 %
     filled = 0.0

@@ -83,8 +83,7 @@ class PackedExtent(Extent):
         return min(TILE_BYTES, self.num_bytes - tile * TILE_BYTES)
 
     def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the tiles of an interval, each with the part of the tile that is in the interval, and the place of that
-        part in the interval."""
+        """Yield the tiles of an interval, each with its part in the interval, and that part's place there."""
         start = offset
         while start < offset + num_bytes:
             tile = start // TILE_BYTES

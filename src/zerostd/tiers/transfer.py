@@ -120,10 +120,9 @@ def record_event(device: torch.device) -> Transfer:
 class Streams:
     """The streams of one prepared model. The two directions of a link work at the same time, so each has its own.
 
-    A device's copy engine stays with a stream for as long as that has work: a second stream of the same direction gets
-    its turn when the first has nothing to do. So there is one stream up and one down, and work enters them only when it
-    can begin. Gradients have a separate stream: they are queued before they are computed, and would delay other
-    transfers.
+    A device's copy engine stays with a stream for as long as that has work: a second stream of the same direction waits
+    until the first is idle. So there is one stream up and one down, and work enters them only when it can begin.
+    Gradients have a separate stream: they are queued before they are computed.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -90,8 +90,7 @@ class Work(Transfer):
 
 
 def check_process(process: int, what: str) -> None:
-    """Refuse, in a forked child, calls that need threads of `process`: the child has none of them and would wait for
-    ever."""
+    """Refuse calls in a forked child that need threads of `process`, for which it would wait for ever."""
     if process != os.getpid():
         raise MisuseError(
             f"{what} of process {process} is used in a forked child, {os.getpid()}, which lacks its threads: use "

@@ -128,8 +128,7 @@ class PendingObjects:
 
 
 def begin(target: AnyPath, retries: Retries) -> PendingDirectory | PendingObjects:
-    """Return the pending directory or objects of a checkpoint. Raises CheckpointError if the target exists already or
-    cannot be created."""
+    """Return the pending place of a checkpoint. Raises CheckpointError if the target exists or cannot be made."""
     return PendingDirectory(target) if isinstance(target, Path) else PendingObjects(target, retries)
 
 
