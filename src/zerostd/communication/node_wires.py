@@ -1,8 +1,8 @@
 """Wires inside a node: gathers from the secondary shards that its ranks keep (parameters/secondary.py).
 
-In come a flat buffer and this rank's slice of it, as long as the buffer over the ranks of the node; out comes a
-`Transfer`. Nothing leaves the node, and the ledger enters the bytes by themselves. Secondary shards hold decoded
-values, so they are sent as they are, even if the wires between all ranks use codes.
+The inputs are a flat buffer and this rank's slice of it, one for each rank of the node; the result is a `Transfer`.
+Nothing leaves the node, and the ledger enters the bytes by themselves. Secondary shards hold decoded values, so they
+are sent as they are, even if the wires between all ranks use codes.
 """
 
 from __future__ import annotations

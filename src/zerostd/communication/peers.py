@@ -1,8 +1,8 @@
 """The other ranks, asked directly: is each of them there, and where is it in its program?
 
-Every rank listens on a socket of its own. A thread answers questions, and tells the next rank once a second where this
-rank is. So another rank knows where a rank was last seen when its process is gone. Training sends no message for this.
-The loop only notes its place, and after a collective has failed it asks.
+Every rank listens on a socket. A thread answers questions, and tells the next rank once a second where this rank is. So
+another rank knows where a rank was last seen when its process is gone. Training sends no message for this. The loop
+only notes its place, and after a collective has failed it asks.
 
     a collective fails -> ask every rank -> who is gone, silent or elsewhere -> tell every rank -> raise
 

@@ -1,9 +1,9 @@
 """Wires between gloo ranks of one host: large slices pass through memory that the ranks share, small ones and all
 messages that say "written" through gloo's sockets.
 
-In come flat buffers, as in wires.py, and out comes a `Transfer`. A rank has a segment that all ranks of its process
-group map. To reduce, each rank writes its slices into the segments of the others, and sums what is in its own. To
-gather, each rank writes its slice into its own segment, and the others copy it from there. When one byte from every
+The inputs are flat buffers, as in wires.py, and the result is a `Transfer`. A rank has a segment that all ranks of its
+process group map. To reduce, each rank writes its slices into the segments of the others, and sums what is in its own.
+To gather, each rank writes its slice into its own segment, and the others copy it from there. When one byte from every
 rank has come in over gloo, all have written. So time limits, and errors that name a rank, work as in every other
 collective, and no rank waits actively. The mean has the order of ranks, so bits are those of `Wires`.
 

@@ -273,7 +273,7 @@ class Runtime:
             group.commit_edits()
 
     def check_step(self) -> None:
-        """Begin a step; raise if it would lose gradients, or change values that are held."""
+        """Begin a step; raise if it would lose gradients, or change held values."""
         self.gatherer.check_unpinned(self.groups)
         self.gatherer.timer.mark(LoopPhase.STEP)
         self.world.enter(STEP)

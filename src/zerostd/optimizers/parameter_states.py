@@ -95,7 +95,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         return states if spec is None else {n: _wrapped(value, spec, shape) for n, value in states.items()}
 
     def write(self, parameter: nn.Parameter, states: States) -> None:
-        """Let these be the states of one parameter."""
+        """Set the states of one parameter."""
         if parameter not in self._places:
             raise MisuseError(
                 f"optimizer.state of a parameter of shape {tuple(parameter.shape)} that this optimizer does not "

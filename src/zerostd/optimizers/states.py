@@ -177,7 +177,7 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
 
 
 def _fill_parameter(updater: Updater, spans: UpdateSpans, places: Places, states: States, numel: int) -> None:
-    """Fill the places of one parameter of so many elements, which have no states yet."""
+    """Fill the places of one parameter with this many elements, which have no states yet."""
     first, _ = _interval(places)
     for key, value in states.items():
         for span, piece in places:
@@ -226,7 +226,7 @@ def read_states(spans: UpdateSpans, index: int) -> tuple[tuple[int, int], States
 
 @torch.no_grad()
 def write_states(updater: Updater, spans: UpdateSpans, index: int, states: States) -> None:
-    """Let these, which are whole, be the states of one parameter."""
+    """Set the states of one parameter to these whole values."""
     spans.flat.wait_readers()
     places = spans.isolate(index)
     for span, _ in places:

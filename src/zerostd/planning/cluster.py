@@ -340,7 +340,7 @@ def scaling(
 def _best_row(
     model: ModelProfile, machine: MachineProfile, use: TrainingOptions, samples_per_step: int | None
 ) -> ScalingRow:
-    """Return the row of one world, with the samples of a pass that make the most samples a second."""
+    """Return the row of one world, with the pass size of the highest throughput."""
     tried: dict[int, ScalingRow] = {}
 
     def rate(samples: int) -> float:

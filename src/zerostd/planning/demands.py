@@ -4,8 +4,8 @@ All demands are linear in the shares and in a few products of two shares. The pr
 and they have a closed form if parameters and gradients of a group are in one place. Factors are arrays, with an element
 for each cost.
 
-Only what a group needs for its activations while it runs is not linear: a recomputed group keeps all of them for a
-moment, and those that go to the host leave by way of buffers for two groups. A linear program would let all groups do
+Only the memory for activations that a group needs while it runs is not linear: a recomputed group keeps all of them for
+a moment, and those that go to the host leave by way of buffers for two groups. A linear program would let all groups do
 it by half to halve that. So the program is solved several times, each time with other groups allowed and room for the
 largest of them: these are the choices.
 """

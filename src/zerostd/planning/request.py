@@ -156,7 +156,7 @@ class PlanRequest:
         return self.world_size == 1 or kind is Kind.OPTIMIZER_STATES or shards(self.stage, kind)
 
     def wire_s(self, size: float) -> float:
-        """Return the seconds of a collective that gathers or reduces so many bytes."""
+        """Return the seconds of a collective that gathers or reduces this many bytes."""
         wire = wire_of(self.machine.wires, self.world_size)
         if wire is None:
             return 0.0
@@ -164,7 +164,7 @@ class PlanRequest:
         return part * size / max(wire.bandwidth, MIN_WIRE_BANDWIDTH) + wire.latency
 
     def across_s(self, size: float) -> float:
-        """Return the seconds in which replicas average gradients of so many bytes, each rank its slice of them."""
+        """Return the seconds in which replicas average gradients of this many bytes, each rank its slice."""
         wire = wire_of(self.machine.wires, self.world_size * self.num_replicas)
         if wire is None or self.num_replicas == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""Groups from the model's structure: which modules' parameters travel together.
+"""Groups from the model's structure: modules whose parameters travel together.
 
 In: a tree of modules with their own bytes and an opaque key that is equal for modules of one kind. Out: for each group
 the names of its modules, in registration order; the remaining modules belong to the root. Repeated siblings are blocks,
