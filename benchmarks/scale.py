@@ -74,7 +74,8 @@ def head(model: ModelProfile) -> list[str]:
         "",
         *told(
             "**Predicted, not measured.** No run of this size was made. These are the planner's numbers for a cluster",
-            "that is described as data, from the cost model that also plans for one machine. This page is written by",
+            "that is described as data. They come from the cost model that also plans for one machine. This command",
+            "writes the page:",
         ),
         "```sh",
         "python benchmarks/scale.py",
@@ -175,9 +176,9 @@ def curves(
         *told(
             "Compute is the part of a step that the device's arithmetic takes. Efficiency is samples per second and",
             "device, relative to the smallest world that fits. It hardly falls, because a rank's bytes hardly grow.",
-            "With each rank by itself, the wires are the limit. They would be hidden from about",
-            f"{tokens:,.0f} tokens a pass on, but the device has no room for that many while it holds the inputs of",
-            "all blocks.",
+            "With each rank by itself, the wires are the limit. A pass of about",
+            f"{tokens:,.0f} tokens would hide them, but the device has no room for that many while it holds the inputs",
+            "of all blocks.",
         ),
     ]
 

@@ -213,7 +213,7 @@ def tiers() -> Picture:
     picture.text(
         20,
         26,
-        "An update needs gradients, fp32 masters and optimizer states. Its route says where they meet.",
+        "An update needs gradients, fp32 masters and optimizer states. Its route says where it is computed.",
         fill="muted",
     )
     for x, name in ((312, "resident"), (462, "streamed")):
@@ -231,14 +231,14 @@ def tiers() -> Picture:
     picture.box(640, 174, 84, 28, "green")
     picture.text(682, 193, "update", fill="on", anchor="middle")
     picture.arrow((660, 96), (660, 158), colour="green")
-    picture.text(612, 132, "gradient", fill="muted", size=12, anchor="start")
+    picture.text(652, 132, "gradient", fill="muted", size=12, anchor="end")
     picture.arrow((704, 158), (704, 96), colour="green")
     picture.text(712, 132, "parameters", fill="muted", size=12)
     picture.box(540, 278, 184, 28, "grey")
     picture.text(632, 297, "states", fill="on", anchor="middle")
     picture.arrow((560, 278), (560, 215), colour="muted")
     picture.arrow((600, 215), (600, 275), colour="muted")
-    picture.text(612, 245, "read ahead, written behind", fill="muted", size=12)
+    picture.text(612, 245, "read early, written later", fill="muted", size=12)
     return picture
 
 
@@ -271,7 +271,7 @@ def overlap() -> Picture:
     picture.text(
         20,
         242,
-        "a to d are groups. A group's next forward waits for its own update only; results are those of a serial step.",
+        "a to d are groups. A group's next forward waits for its own update only. Results equal a serial step's.",
         fill="muted",
     )
     return picture
@@ -309,7 +309,7 @@ def planner() -> Picture:
     picture.text(
         20,
         246,
-        "Values never change: a new plan moves state between steps, and the fastest candidate stays.",
+        "A new plan moves state between steps and changes no value. The fastest candidate stays.",
         fill="muted",
     )
     return picture
@@ -322,11 +322,11 @@ def rooms() -> Picture:
     """Return the rooms of the library as docs/design.md lists them, in the order of the data's path."""
     table = (ROOT / "docs" / "design.md").read_text().split("| room under `src/zerostd/` | duty |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", table, flags=re.MULTILINE)
-    picture = Picture(880, 50 + 26 * len(rows), "The rooms of zerostd, in the order of the data's path")
+    picture = Picture(920, 50 + 26 * len(rows), "The rooms of zerostd, in the order of the data's path")
     picture.text(20, 26, "A room imports only from rooms above it.", fill="muted")
     for index, (names, duty) in enumerate(rows):
         y = 38 + 26 * index
-        picture.box(20, y, 840, 23, "faint", radius=4)
+        picture.box(20, y, 880, 23, "faint", radius=4)
         picture.box(20, y, 5, 23, ("grey", "green", "orange", "blue", "violet")[index * 5 // len(rows)], radius=2)
         picture.text(34, y + 16, names.replace("`", ""), bold=True, size=12)
         picture.text(254, y + 16, duty.replace("`", ""), size=12, fill="muted")

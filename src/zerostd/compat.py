@@ -51,8 +51,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def calls_of(module: torch.nn.Module, frame: FrameType | None = None) -> int:
-    """Return how many calls of a module are going on, one inside the other: in this thread, or in that of a frame.
-    Walks the stack."""
+    """Return how many nested calls of a module are running, in this thread or in that of a frame. Walks the stack."""
     code = torch.nn.Module._call_impl.__code__
     count = 0
     frame = frame or sys._getframe()
@@ -131,12 +130,12 @@ def no_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Note that a step was taken, though not by its own `step`: its schedulers would warn that there was none."""
+    """Note that a step was taken without its own `step`; otherwise its schedulers would warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run an optimizer's step without hooks, its own and those on all optimizers: a part of a step is none."""
+    """Run an optimizer's step without hooks, its own and those on all optimizers: it is a part of a step."""
     if isinstance(optimizer, torch.optim.Adagrad):
         _make_adagrad_states(optimizer)
     step: Any = type(optimizer).step
@@ -147,7 +146,7 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _make_adagrad_states(optimizer: torch.optim.Adagrad) -> None:
-    """Make states for parameters that it was not constructed with: before torch 2.13 its step does not."""
+    """Make states for parameters that were added later: before torch 2.13, Adagrad's step does not."""
     initial = optimizer.defaults["initial_accumulator_value"]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -159,7 +158,7 @@ def _make_adagrad_states(optimizer: torch.optim.Adagrad) -> None:
 
 
 def share_state_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Let two optimizers have the same hooks on saving and loading their states, also those registered later."""
+    """Let two optimizers share the hooks on saving and loading their states, including those registered later."""
     for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
         setattr(target, f"_optimizer_{name}_hooks", getattr(source, f"_optimizer_{name}_hooks"))
 
@@ -181,7 +180,7 @@ def move_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor, or another with the same memory, was changed in place."""
+    """Return how often a tensor, or another tensor with the same memory, was changed in place."""
     return int(tensor._version)
 
 
@@ -261,7 +260,7 @@ def in_checkpoint() -> bool:
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a module's own state_dict has, by name; not those of its children."""
+    """Return the buffers in a module's own state_dict, by name, without those of its children."""
     skipped = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in skipped}
 

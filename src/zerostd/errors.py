@@ -51,7 +51,7 @@ OTHER_NAMES |= {"torch.float16": "fp16", "16-mixed": "fp16", "float32": "fp32", 
 
 
 def hint_for(word: object, known: Iterable[str]) -> str:
-    """Return a question that names what the user may have meant, with a blank behind it; "" if nothing is close."""
+    """Return a question with the name that the user may have meant and a trailing blank; "" if no name is close."""
     name = str(word).lower()
     close = get_close_matches(OTHER_NAMES.get(name, name), list(map(str, known)), 1)
     return f"did you mean {close[0]!r}? " if close else ""

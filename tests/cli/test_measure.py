@@ -80,7 +80,7 @@ def test_bar_on_a_terminal_says_what_is_measured(monkeypatch: pytest.MonkeyPatch
     terminal = Console(file=io.StringIO(), force_terminal=True)
     monkeypatch.setattr(progress, "Console", lambda stderr: terminal)
     assert measure("--json").stdout.startswith("{")
-    assert "updates on the processor" in terminal.file.getvalue()
+    assert "updates on the CPU" in terminal.file.getvalue()
 
 
 def test_only_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

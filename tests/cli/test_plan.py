@@ -115,7 +115,7 @@ def test_batch_is_divided(plan: Plan_) -> None:
     )
     result = plan(*words)
     assert result.exit_code == 0, result.output
-    assert "A step of 12 samples is made in passes of" in result.stdout
+    assert "A step of 12 samples is divided into passes of" in result.stdout
     for size, passes in ((12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)):
         assert f"\n  {size} x {passes}: " in result.stdout
     assert "passes of 3: accumulate=4" in plan(*words, "--samples", 3).stdout

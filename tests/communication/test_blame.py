@@ -107,7 +107,7 @@ def test_ranks_that_do_not_prepare_are_named_where_nobody_made_a_process_group(t
     for rank in (0, 3):
         said = (tmp_path / f"said-{rank}").read_text()
         assert f"rank {rank} of 4 did not meet the others in zerostd.prepare()" in said
-        assert "rank 1, 2 did not come to it" in said
+        assert "rank 1, 2 is missing" in said
 
 
 def other_errors(rank: int) -> str:

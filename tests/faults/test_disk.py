@@ -48,7 +48,7 @@ def test_what_passes_leaves_every_bit_as_it_is(results: Results, scenario: str, 
     assert result["error"] is None and result["taken"] > 0
     assert result["losses"] == results[without_fault(scenario)]["losses"] and result["retries"] == retries
     for what in retries:
-        assert f"tried again {retries[what]} times: {what}" in result["text"]
+        assert f"retried {retries[what]} times: {what}" in result["text"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

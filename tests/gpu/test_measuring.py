@@ -64,7 +64,7 @@ def test_progress_has_all_parts_of_one_rank(found):
     told = found[1]
     assert [what for what, _ in told] == [
         "copies between host and device",
-        "updates on the processor",
+        "updates on the CPU",
         "host memory with everything busy",
         "updates on the device",
         "matrix products",

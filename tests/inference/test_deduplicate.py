@@ -75,7 +75,7 @@ def test_equal_models_take_the_bytes_of_one(tier: str, tmp_path: Path) -> None:
     assert zerostd.deduplicate(*models) == 2 * alone
     assert [held(model, tier) for model in models] == [alone, 0, 0]
     assert [zerostd.memory(model).shared["parameters"] for model in models] == [(alone, alone), (alone, 0), (alone, 0)]
-    assert "are kept once with equal ones, 0.0 MiB of them counted here" in str(zerostd.memory(models[1]))
+    assert "are shared with equal parameters, 0.0 MiB of them counted here" in str(zerostd.memory(models[1]))
     assert all(same(model, build()) for model in models)
     if tier != "host":  # checksums of pages are kept once, too
         assert zerostd.memory(models[1]).now["host"]["buffers"] < buffers[1]

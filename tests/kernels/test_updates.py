@@ -340,7 +340,7 @@ SHARED = ones(numel=16)
         ({"weight": ones(torch.int32)}, r"weight is torch\.int32"),
         ({"source": [ones()]}, "source has 1 arrays"),
         ({"source": [ones(), ones(), ones(torch.bfloat16)]}, r"source\[2\] is torch\.bfloat16"),
-        ({"source": [ones(), split(ones()), ones()]}, "only a master is split"),
+        ({"source": [ones(), split(ones()), ones()]}, "only a master can be split"),
         ({"target": [split(ones()), ones(), ones()]}, "both be split"),
         ({"source": [split(ones()), ones(), ones()], "weight": ones()}, "weight must be None"),
         ({"gradient": ones(numel=7)}, "must agree"),

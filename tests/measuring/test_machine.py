@@ -129,7 +129,7 @@ def test_json_round_trip_is_equal(found):
 
 def test_progress_is_told_before_each_part_and_grows(found):
     told = found[1]
-    assert [what for what, _ in told] == ["updates on the processor", "matrix products", "reading and writing files"]
+    assert [what for what, _ in told] == ["updates on the CPU", "matrix products", "reading and writing files"]
     fractions = [done for _, done in told]
     assert fractions[0] == 0.0 and fractions == sorted(set(fractions)) and fractions[-1] < 1.0
 

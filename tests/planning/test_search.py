@@ -76,7 +76,7 @@ def test_the_shortest_is_found_and_others_are_told() -> None:
     best = shortest(fits)
     assert best.solution.request == step_of(8, 8) and best.seconds == 1.005  # almost, in half the passes
     assert table(fits, refused, best).splitlines() == [
-        "A step of 64 samples is made in passes of 8: accumulate=8. Tried:",
+        "A step of 64 samples is divided into passes of 8: accumulate=8. Tried:",
         "  64 x 1: 64.5 GiB of the device is missing",
         "  32 x 2: 32.5 GiB of the device is missing",
         "  16 x 4: 2 s a step",

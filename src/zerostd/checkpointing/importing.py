@@ -50,7 +50,7 @@ log = logging.getLogger("zerostd")
 
 @torch.no_grad()
 def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
-    """Load ordinary files. All ranks call it. Nothing is changed unless all fits; states of an optimizer stay."""
+    """Load ordinary files. All ranks call it. Nothing is changed unless all fits; optimizer states stay."""
     readers: dict[str, TensorReader] = {}
 
     def check(files: ExitStack) -> dict[str, str]:
@@ -211,7 +211,7 @@ def open_model(path: Path, files: ExitStack) -> dict[str, TensorReader]:
                 readers[name] = reader
         for tensor, name in weights.items():
             if tensor not in readers or readers[tensor].path.name != name:
-                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, although {file.name} says so")
+                raise CheckpointError(f"{tensor!r} is not in {file.parent / name}, although {file.name} lists it there")
     return readers
 
 

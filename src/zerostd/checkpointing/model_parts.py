@@ -1,4 +1,4 @@
-"""Name what of a prepared model is saved: parameters in flats, persistent buffers, extra states, random generators.
+"""Name the saved parts of a prepared model: parameters in flats, persistent buffers, extra states, random generators.
 
 `full_values` gives whole parameters, one flat at a time, and `full_state` the whole state_dict. torch's generators are
 tensors of kind "random"; Python's and numpy's are JSON in the manifest. Each rank has its own generators, so they are

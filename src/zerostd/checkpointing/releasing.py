@@ -1,5 +1,5 @@
-"""Undo prepare: give parameters their full values, and take everything of ours off the model. `zerostd.release` calls
-it on all ranks."""
+"""Undo prepare: give parameters their full values, and remove everything of zerostd from the model. `zerostd.release`
+calls it on all ranks."""
 
 from __future__ import annotations
 

@@ -88,13 +88,13 @@ def save_checkpoint(
 
 
 def add_save(runtime: Runtime, saving: PendingSave) -> None:
-    """Note a checkpoint on its way: steps go on with it, and nothing is given back that it reads."""
+    """Note a checkpoint that is being written: steps continue, and memory that it reads is not freed."""
     runtime.observers.append(saving)
     runtime.resources.allocator.before_close(saving.join)
 
 
 def finish_saves(runtime: Runtime) -> list[PendingSave]:
-    """Return the checkpoints that were on their way, when they are complete or have failed. All ranks call it."""
+    """Wait until pending checkpoints are complete or have failed, and return them. All ranks call it."""
     savings = [observer for observer in runtime.observers if isinstance(observer, PendingSave)]
     for saving in savings:
         saving.finish()
@@ -104,8 +104,8 @@ def finish_saves(runtime: Runtime) -> list[PendingSave]:
 
 
 def _out_of_reach(runtime: Runtime, records: Sequence[SavedInterval]) -> list[SavedInterval]:
-    """Return the records with copies of what users can write to without asking: parameters that stay on the device and
-    are their own masters, or the upper halves of them. All else is asked for, and waits until the checkpoint has it."""
+    """Return the records, with copies of values that users can write to directly: device parameters that are masters,
+    or their upper halves. Writes to all other values wait until the checkpoint has read them."""
     within_reach = {
         flat.full.untyped_storage().data_ptr() for flat in model_parts.flats_of(runtime) if not flat.gives_back
     }

@@ -1,4 +1,4 @@
-"""`zerostd doctor`: whether this machine is as training needs it, and what to do where it is not.
+"""`zerostd doctor`: checks whether this machine is ready for training, and names remedies.
 
 `examine` looks at versions, kernels, accelerator, memory, disk and process group. Each check yields findings with a
 status and a remedy; the command shows them as a table or as JSON.
@@ -196,7 +196,7 @@ def _group() -> Findings:
         yield Finding("process group", "failure", _line(error), remedy)
         return
     yield Finding(
-        "process group", "ok", f"{met} rank{'s' * (met > 1)} met over {backend}, {seconds_text(seconds)} a collective"
+        "process group", "ok", f"{met} rank{'s' * (met > 1)} met over {backend}, {seconds_text(seconds)} per collective"
     )
 
 

@@ -1,4 +1,4 @@
-"""`zerostd measure`: what this machine can do, tried out now or taken from what was kept of it."""
+"""`zerostd measure`: the rates of this machine, measured now or read from the saved profile."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _plan(
 
 
 def _with_notes(plan: Plan, machine: MachineProfile, options: TrainingOptions, *, here: bool) -> Plan:
-    """Return the plan with a note where it is for more memory than the machine has whose rates it uses."""
+    """Return the plan, with a note if it is for more memory than the machine has whose rates it uses."""
     free = machine.free.get("device", 0)
     limit = limit_of(options.budget.device)
     if limit is None or limit <= free:

@@ -45,6 +45,7 @@ OPTIONS = {  # what plans and errors call things in Python, and options of the c
     "accumulate= does not say how": "--accumulate does not say how",
     "leave accumulate= out of prepare": "leave --accumulate out",
     "accumulate= was not passed to prepare": "--accumulate was not given",
+    ", or None to keep each parameter's dtype": "",
     "Budget(disk=..., disk_path=...)": "--budget disk=... with --disk-path",
     "Budget(disk_path=...)": "--disk-path",
     "Budget(device=...)": "--budget device=...",

@@ -1,4 +1,4 @@
-"""`zerostd report`: what came of one or several runs, as a page or as JSON."""
+"""`zerostd report`: the results of one or several runs, as a page or as JSON."""
 
 from __future__ import annotations
 

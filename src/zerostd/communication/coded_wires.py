@@ -1,12 +1,12 @@
 """Wires that carry small integers: half the bytes of 16-bit numbers, or a quarter. Lossy, so only on request.
 
-Parameters that a forward or a backward gathers are coded by the rank that keeps them, and every rank, that one too,
-computes with what the codes say: all have the same weights. What rests stays exact, and so does every other gather
-(checkpoints, reads by users). A gradient is cut into slices, each is coded and sent to its rank, which adds the decoded
-slices in fp32, in rank order. Where all ranks want all of it, the mean is coded again and sent to everyone.
+Parameters that a forward or a backward gathers are coded by the rank that keeps them. Every rank, including that one,
+computes with the decoded values, so all have the same weights. Stored parameters stay exact, and so does every other
+gather (checkpoints, reads by users). A gradient is cut into slices, each is coded and sent to its rank, which adds the
+decoded slices in fp32, in rank order. Where all ranks want all of it, the mean is coded again and sent to everyone.
 
-[Note: feedback] What coding has lost of a gradient can be kept and added to the next one, so that nothing is lost for
-good: 4 bits need that. It takes as much memory as the gradient before it is sharded.
+[Note: feedback] The rounding error of a coded gradient can be kept and added to the next gradient, so that nothing is
+lost for good; codes of 4 bits need that. The error takes as much memory as the gradient before it is sharded.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def wires_class(placement: Placement) -> type[Wires]:
 
 
 def make_wires(placement: Placement, world: World, ledger: Ledger, *, sums: bool) -> Wires:
-    """Return the wires that a placement asks for. Coded gradients are averaged, never added up."""
+    """Return the wires that a placement asks for. Coded gradients are averaged, never summed."""
     if wires_class(placement) is SharedWires:
         return SharedWires(world, ledger, sums=sums)
     return CodedWires(world, ledger, gather_bits=placement.bits("gather"), reduce_bits=placement.bits("reduce"))

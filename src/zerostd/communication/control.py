@@ -107,8 +107,8 @@ class Control:
         return result
 
     def collect_if_any(self, value: Any, what: str, *, is_different: bool) -> list[Any]:
-        """Return everyone's value, by rank. If it is different on no rank it is this one's everywhere, and that costs
-        one small message."""
+        """Return everyone's value, by rank. If no rank differs, the value is this rank's everywhere, at the cost of one
+        small message."""
         if self.world.channels is None:
             return [value]
         if self.num_flags:
@@ -165,7 +165,7 @@ def _explain(everyone: list[tuple[list[str], list[str], list[str]]], world: Worl
 
 
 def _odd(everyone: list[list[str]]) -> tuple[int, int]:
-    """Return a rank that has what most ranks have, and the first that differs from it."""
+    """Return a rank that agrees with most ranks, and the first rank that differs from it."""
     usual = everyone.index(max(everyone, key=everyone.count))
     return usual, next((rank for rank, lines in enumerate(everyone) if lines != everyone[usual]), usual)
 
@@ -186,4 +186,4 @@ def _first_difference(everyone: list[list[str]], world: World) -> str:
             return f"{world.name(longer)} has {num_more} more, the first is {everyone[longer][index]!r}"
         if ours != theirs:
             return f"entry {index} is {ours!r} on {world.name(usual)} and {theirs!r} on {world.name(rank)}"
-    return "none, when they were compared again"
+    return "a second comparison found none"

@@ -1,11 +1,11 @@
 """Parameters that are DTensors over another mesh than ours, as tensor parallelism makes them.
 
-Flats hold local tensors. A `Spec` says what a DTensor is beside its local tensor: it makes of local values what the
-user's modules see, and of what they give local values; it knows which box of the whole tensor this rank has, and how
-many ranks have the same. Gradients come with the placements of the backward pass, and take those of their parameter.
+Flats hold local tensors. A `Spec` has the properties of a DTensor besides its local tensor: it converts local values to
+the DTensor that the user's modules see, and back. It knows which box of the whole tensor this rank has, and how many
+ranks have the same box. Gradients come with the placements of the backward pass, and take those of their parameter.
 
-Our mesh and that of the DTensors share this rank alone. The ranks of both together are the world of the model, and a
-*split* of it is what has one coordinate in the mesh of the DTensors: model state is sharded inside a split.
+Our mesh and that of the DTensors share this rank alone. The ranks of both meshes together are the world of the model. A
+*split* is the ranks with one coordinate in the mesh of the DTensors; model state is sharded inside a split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_dtensor(tensor: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """What a DTensor is beside its local tensor."""
+    """The properties of a DTensor besides its local tensor."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -81,8 +81,8 @@ class Spec:
         return self.wrap(torch.empty(self.box.sizes, dtype=like.dtype, device=like.device))
 
     def local(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what this rank has of values with the whole shape: of a DTensor with any placements, or of a plain
-        tensor that all ranks have alike. All ranks of the mesh call it."""
+        """Return this rank's part of values with the whole shape: of a DTensor with any placements, or of a plain
+        tensor that is equal on all ranks. All ranks of the mesh call it."""
         if not is_dtensor(values):
             if tuple(values.shape) != self.shape:
                 raise MisuseError(f"a tensor of shape {tuple(values.shape)} for a DTensor of shape {self.shape}")

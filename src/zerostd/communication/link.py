@@ -1,4 +1,4 @@
-"""The way between workers and parameter servers: gradients there, new parameters back, and calls.
+"""The link between workers and parameter servers: gradients there, new parameters back, and calls.
 
 The last ranks of a world are servers: they hold masters and states, and run no forward. The others are workers, which
 own no shard. Every message goes from one rank to another one, over gloo, in tiles. A worker sends the same sequence to
@@ -9,7 +9,7 @@ every server, so the sequences of all workers must be alike:
     CALL          the first worker's request follows, for a checkpoint; the first server answers every worker
     END           this worker needs the servers no more
 
-Parameters come back under a number of their own for each flat, so they may be sent in any order.
+Parameters come back under a separate number for each flat, so they may be sent in any order.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ THERE = "zerostd/there/"  # and a rank: a key of the store, which says that the 
 
 
 def meet(device: torch.device, limit: timedelta) -> None:
-    """Make the default process group. Ranks that do not come are named, if torchrun has the store: else it is there
-    only when all of them are."""
+    """Make the default process group. Missing ranks are named if torchrun provides the store; otherwise the store
+    exists only when all ranks are there."""
     missing: list[str] = []
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
@@ -29,7 +29,7 @@ def meet(device: torch.device, limit: timedelta) -> None:
             missing = [str(other) for other in range(size) if not store.check([f"{THERE}{other}"])]
             raise
     except RuntimeError as error:
-        who = f"rank {', '.join(missing)} did not come to it. Start" if missing else "start"
+        who = f"rank {', '.join(missing)} is missing. Start" if missing else "start"
         text = str(error).strip().splitlines()[0][:200]
         raise CommunicationError(
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others in "

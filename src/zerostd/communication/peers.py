@@ -1,17 +1,17 @@
 """The other ranks, asked directly: is each of them there, and where is it in its program?
 
-Every rank listens on a socket of its own. A thread answers those who ask, and tells the next rank once a second where
-this one is: somebody then knows where a rank was seen last when its process is gone. Training sends no message for
-this. The loop only notes its place, and after a collective has failed it asks.
+Every rank listens on a socket. A thread answers questions, and tells the next rank once a second where this rank is. So
+another rank knows where a rank was last seen when its process is gone. Training sends no message for this. The loop
+only notes its place, and after a collective has failed it asks.
 
     a collective fails -> ask every rank -> who is gone, silent or elsewhere -> tell every rank -> raise
 
 A message is one line of JSON with the fields of `Place`, and the reply another one.
 
 [Note: waiting on a device] Collectives of a device raise nowhere: the loop queues them and waits later, in a call of
-the user's. A second thread looks at those that have not ended (`pending.py`). When the oldest is above the time limit,
-or a rank is known to be gone, that thread finds who is to blame and aborts the process groups. The device then goes on
-with numbers that mean nothing, so the next call of this model raises what the thread has found.
+the user's. A second thread looks at those that have not ended (`pending.py`). When the oldest exceeds the time limit,
+or a rank is known to be gone, that thread finds the rank to blame and aborts the process groups. The device then
+continues with meaningless numbers, so the next call of this model raises the error that the thread found.
 
 [Note: ranks that stray] Ranks make the same calls, so of two ranks one is behind the other, or they are side by side. A
 rank that has begun more backward passes and fewer steps than this one has left the way of the others: it has skipped a
@@ -110,7 +110,7 @@ class Peers:
         return [(host if is_loopback(name) and not here else name, port) for name, port, _ in addresses]
 
     def _missing(self, store: Any, keys: list[str]) -> str:
-        """Return who did not come, in words. The first rank that gives up says so to all: others see it missing too."""
+        """Return the missing ranks, in words. The first rank that gives up tells all others, which then miss it too."""
         verdict = f"{self._key}/missing"
         try:
             if not store.check([verdict]):
@@ -123,7 +123,7 @@ class Peers:
     # The loop's side
 
     def enter(self, call: str) -> None:
-        """Note the call that this rank makes now. Raises what the device has been found to wait for."""
+        """Note the call that this rank makes now. Raises if a collective on the device was found to have failed."""
         self._check()
         self.place.call = call
         self.place.what = ""
@@ -182,8 +182,8 @@ class Peers:
         return False
 
     def expect(self, event: Transfer, group: Any) -> None:
-        """Note a collective that was queued on the device, with the event behind it: see [Note: waiting on a device].
-        A thread looks after it from then on."""
+        """Note a collective that was queued on the device, with the event behind it: see [Note: waiting on a device]. A
+        thread watches it from then on."""
         self.pending.add(self.place.where, event, group)
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="zerostd watch", daemon=True)
@@ -220,8 +220,8 @@ class Peers:
         )
 
     def _blame(self, answers: dict[int, Place | str], here: Place, *, is_broken: bool) -> str:
-        """Return who is to blame: ranks that are gone, otherwise ranks that do not wait, otherwise those that wait
-        elsewhere and the first that raised, with its verdict. Ranks that raised later did so because of others. A rank
+        """Return the ranks to blame: those that are gone; otherwise those that do not wait; otherwise those that wait
+        elsewhere, and the first that raised, with its verdict. Ranks that raised later did so because of others. A rank
         that still responds has not broken a connection."""
         heard = sorted(self._seen.items(), key=lambda item: item[1][0])  # the first verdict is nearest to the cause
         verdicts = {rank: place for rank, (_, place) in heard if place.verdict}
@@ -251,7 +251,7 @@ class Peers:
     def _last_seen(self, rank: int) -> str:
         """Return the last known place of a rank that does not answer."""
         if rank not in self._seen:
-            return "It was not heard of since zerostd.prepare()"
+            return "It has not been heard from since zerostd.prepare()"
         heard, place = self._seen[rank]
         return f"Its last message, {time.monotonic() - heard:.1f} s ago, says that it {place.describe()}"
 
@@ -317,7 +317,7 @@ class Peers:
     # The threads' side
 
     def _watch(self) -> None:
-        """Look after collectives that are queued on the device until one of them fails, or the model is released."""
+        """Watch collectives that are queued on the device until one of them fails, or the model is released."""
         while not self._closing.wait(WATCH_S) and not self._failure:
             oldest = self.pending.oldest()
             waited_s = 0.0 if oldest is None else time.monotonic() - oldest.seconds
@@ -382,7 +382,7 @@ class Peers:
         return json.dumps({"key": self._key, "place": asdict(place), "seen": seen}).encode() + b"\n"
 
     def _note(self, fields: dict[str, Any], *, is_relayed: bool = False) -> Place:
-        """Remember where a rank is. What another rank has heard of it counts only if it never spoke to this one, or
+        """Remember where a rank is. News from another rank counts only if the rank never spoke to this one directly, or
         has left since."""
         place = Place(**fields)
         before = self._seen.get(place.rank)
@@ -394,5 +394,5 @@ class Peers:
 
 @functools.cache
 def _close_in_children() -> None:
-    """Let no forked child keep a socket open: the rank would seem to be there when its process has ended."""
+    """Close the socket in forked children; otherwise the rank would seem to be there when its process has ended."""
     os.register_at_fork(after_in_child=lambda: [*map(Peers.drop, list(OPEN))])

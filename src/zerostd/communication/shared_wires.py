@@ -1,15 +1,15 @@
 """Wires between gloo ranks of one host: large slices pass through memory that the ranks share, small ones and all
 messages that say "written" through gloo's sockets.
 
-In come flat buffers, as in wires.py, and out comes a `Transfer`. A rank has a segment that all ranks of its process
-group map. To reduce, each rank writes its slices into the segments of the others, and sums what is in its own. To
-gather, each rank writes its slice into its own segment, and the others copy it from there. Where one byte from every
-rank has come in over gloo, all have written. So time limits, and errors that name a rank, are those of every other
-collective, and no rank waits busily. The mean has the order of ranks, so bits are those of `Wires`.
+The inputs are flat buffers, as in wires.py, and the result is a `Transfer`. A rank has a segment that all ranks of its
+process group map. To reduce, each rank writes its slices into the segments of the others, and sums what is in its own.
+To gather, each rank writes its slice into its own segment, and the others copy it from there. When one byte from every
+rank has come in over gloo, all have written. So time limits, and errors that name a rank, work as in every other
+collective, and no rank waits actively. The mean has the order of ranks, so bits are those of `Wires`.
 
 [Note: slots] A segment has two slots for reduces and two for gathers, used in turn. A rank lands a collective before it
-starts the next of its kind, so whoever starts the one after that knows, by the bytes of the last, that every rank has
-landed the one that used the slot before.
+starts the next of its kind. So a rank that starts the one after that knows, from the bytes of the last one, that every
+rank has landed the collective that used this slot before.
 
 [Note: no file] A segment is an anonymous file, which other ranks open through /proc and close when it is mapped. It has
 no name, so nothing is left behind, whenever a process is killed.

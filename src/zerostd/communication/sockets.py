@@ -32,7 +32,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket at the address under which other ranks reach this one: that of the way to the store."""
+    """Return a socket that other ranks can reach: on the interface that leads to the store."""
     family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
@@ -41,15 +41,15 @@ def listen(host: str) -> socket.socket:
 
 
 def store_host(store: Any) -> str:
-    """Return the name of the machine that keeps the store; of this one, where it is no machine's."""
+    """Return the name of the machine that keeps the store, or of this machine if no machine does."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or "localhost")
 
 
 def host_name() -> str:
-    """Return a name that only ranks have which can share memory: same kernel, same processes, same network. Empty where
-    they shall not, or cannot."""
+    """Return a name that is equal only for ranks that can share memory: same kernel, same processes, same network.
+    Empty if sharing is turned off or impossible."""
     if os.environ.get(SHARED_VARIABLE) == "0" or not hasattr(os, "memfd_create"):
         return ""
     try:

@@ -1,8 +1,8 @@
 """The bulk collectives: gather a flat buffer from its slices, reduce one to the mean, or the sum, of its slices.
 
-In come flat buffers as long as the layout says and this rank's slice of them; out comes a `Transfer`. Nothing is
-copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams; between CPU
-ranks of one host, shared_wires.py. Every byte this rank sends is entered in the ledger.
+The inputs are flat buffers of the layout's length and this rank's slice of them; the result is a `Transfer`. Nothing is
+copied in or out. Two wirings of the same verbs: gloo for the CPU, nccl for devices with streams; between CPU ranks of
+one host, shared_wires.py. Every byte this rank sends is entered in the ledger.
 
 [Note: gloo] gloo's own all-gather passes slices around a ring and its reduce-scatter is an all-reduce; a broadcast per
 slice and an all-to-all with a sum in rank order move the same bytes in a third of the time, and the sum has one
@@ -80,7 +80,7 @@ class Collective(Transfer):
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as real ones, twice as many, in the same memory: not every backend sums others."""
+    """Return complex numbers as twice as many real ones, in the same memory: not every backend sums complex numbers."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -55,8 +55,8 @@ class Channels:
 
     Each has messages of its own kind: their order relative to each other may differ between ranks, the order inside one
     may not. [Note: gloo ends the process] gloo calls abort() when a message is longer than the one it expects. So two
-    kinds of messages share a group of gloo only if a rank that strays from its peers cannot send one where they wait
-    for the other. Communicators of nccl take memory of the device, and there some of the groups are the same.
+    kinds of messages share a gloo group only if a rank that diverges cannot send one kind while its peers wait for the
+    other. Communicators of nccl take memory of the device, and there some of the groups are the same.
     """
 
     gather: dist.ProcessGroup  # of the ranks that share the model state, as the next four
@@ -176,7 +176,7 @@ class World:
         channels = link = None
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
-            with peers.at("the making of its process groups"), peers.waiting():
+            with peers.at("the creation of its process groups"), peers.waiting():
                 if size > 1:
                     backend = dist.get_default_backend_for_device(device)
                     channels = _make_channels(splits, backend, limit, peers, nodes if has_nodes else None)

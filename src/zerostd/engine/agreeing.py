@@ -1,7 +1,7 @@
-"""What all ranks must take into a step alike: the number of steps, the options, the clipping, the gradients.
+"""Facts that must be equal on all ranks in a step: the number of steps, the options, the clipping, the gradients.
 
-Ranks compare a checksum of it in the message that ends each backward pass, so a rank with another learning rate is
-named before the step is applied. What changes between backward and step() is compared in a message of its own, before
+Ranks compare a checksum of these facts in the message that ends each backward pass, so a rank with another learning
+rate is named before the step is applied. Changes between backward and step() are compared in a separate message before
 the step is applied; a rank that changed nothing notices at the end of its next backward pass.
 """
 
@@ -44,13 +44,13 @@ class StepAgreement(StepObserver):
         self._written = written_options(optimizer.inner)
 
     def facts(self) -> list[str]:
-        """Return the options that the next step would take, a line each."""
+        """Return the options of the next step, a line each."""
         self._agreed = list(self._describe())
         return self._agreed
 
     def check_step(self, num_gradients: int) -> None:
-        """Raise on all ranks if the step that begins now is not the one that ranks agreed on, and other ranks
-        take it differently. `num_gradients` parameters have a gradient."""
+        """Raise on all ranks if the facts of the step that begins now have changed since ranks agreed, and differ
+        between ranks. `num_gradients` parameters have a gradient."""
         backward = self._backward
         options = list(self._describe())
         step = [

@@ -62,7 +62,7 @@ class AverageOptions:
         return [f"decay {decay}", *(f"{name} {getattr(self, name)}" for name in ("start", "every", "tier"))]
 
     def weight(self, step: int, num_averaged: int) -> float:
-        """Return how far the average moves towards the parameters in a step. The first one is taken as it is."""
+        """Return how far the average moves towards the parameters in a step; the first time, all the way."""
         if num_averaged == 0:
             return 1.0
         if self.decay is None:
@@ -375,8 +375,8 @@ def _tiles_of(numel: int) -> list[slice]:
 def _move_towards(
     shard: StateShard, average: TierTensor, weight: float, tiles: list[torch.Tensor], streams: Streams, *, part: slice
 ) -> None:
-    """Move a part of the average of a shard towards its master, which is updated. What lies on disk, and masters on
-    the device whose average does not, pass through `tiles`."""
+    """Move a part of the average of a shard towards its master, which is updated. Values on disk, and masters on the
+    device whose average is elsewhere, pass through `tiles`."""
     with streams.down.after():  # halves on the device come down
         values = shard.master.read(part, tiles[0] if tiles else None)
     is_down = average.tensor is None or average.tensor.device.type == "cpu"

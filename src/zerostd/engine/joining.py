@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: one that runs out goes on with its last batch and brings no gradients."""
+"""Ranks with different numbers of batches: a rank that runs out repeats its last batch, without gradients."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ OnTensor = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Resources:
-    """The memory, streams and threads of one prepared model: what groups are built on and updates run on."""
+    """The memory, streams and threads of one prepared model, which its groups and updates use."""
 
     allocator: TierAllocator  # memory of each tier
     streams: Streams  # queues of work on the device
@@ -61,14 +61,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Owner:
-    """Stands for a prepared model in its modules, which alone hold this object. When the last of them goes, channels,
-    threads, files and host memory are given back, and the garbage collector need not run."""
+    """Stands for a prepared model in its modules, which alone hold this object. When the last of them is deleted,
+    channels, threads, files and host memory are freed at once, without the garbage collector."""
 
     runtime: weakref.ref[Runtime]
 
 
 class Runtime:
-    """One prepared model. Also the `Schedule` its optimizer sees."""
+    """One prepared model. It is also the `Schedule` of the optimizer."""
 
     settings: Settings  # with everything that was left open decided
     original_dtypes: dict[nn.Parameter, torch.dtype]  # what release and full_state_dict give back
@@ -112,7 +112,7 @@ class Runtime:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module. Nothing here keeps it alive: what it has off the device goes with it."""
+        """The user's module. The model, which the runtime does not keep alive."""
         model = self._model()
         if model is None:
             raise MisuseError("the model of this optimizer no longer exists: keep a reference to the model")
@@ -177,7 +177,7 @@ class Runtime:
         self.guards.install()
 
     def disown(self) -> None:
-        """Leave the modules to themselves, and give back what they have off the device."""
+        """Detach from the modules, and free their state off the device."""
         for module in self.model.modules():
             module.__dict__.pop(OWNER, None)
         self.world.close()
@@ -242,7 +242,7 @@ class Runtime:
         return self.gatherer.turn
 
     def wait_gradients(self) -> None:
-        """Return when all gradients have landed. A pass that failed is given up, and its memory with it."""
+        """Return when all gradients have landed. A failed pass is dropped, and its memory is freed."""
         self.backward.abandon()
         self.backward.reducer.wait()
 
@@ -265,7 +265,7 @@ class Runtime:
             observer.after_step()
 
     def finish_updates(self) -> None:
-        """Return when updates that go on after the step are done."""
+        """Return when updates that continue after the step are done."""
         if self.optimizer is not None:
             self.optimizer.synchronize()
         for group in self.groups:
@@ -273,7 +273,7 @@ class Runtime:
             group.commit_edits()
 
     def check_step(self) -> None:
-        """Begin a step; raise if it would lose gradients, or change values that are held."""
+        """Begin a step; raise if it would lose gradients, or change held values."""
         self.gatherer.check_unpinned(self.groups)
         self.gatherer.timer.mark(LoopPhase.STEP)
         self.world.enter(STEP)
@@ -332,6 +332,6 @@ def _entered(runtime: Runtime, call: str) -> Runtime:
 
 
 def _close_in(process: int, close: Callable[[], None]) -> None:
-    """Close in the process that prepared the model. A forked child has no threads to end, and its copies go with it."""
+    """Close in the process that prepared the model. A forked child has no threads, and its copies end with it."""
     if process == os.getpid():
         close()

@@ -1,4 +1,4 @@
-"""The options of one prepared model, checked, with everything that was left open decided."""
+"""The options of one prepared model, checked and complete."""
 
 from __future__ import annotations
 

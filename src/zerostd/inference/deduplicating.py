@@ -23,7 +23,7 @@ from zerostd.tiers.shared_tensors import SharedTensor, are_equal, checksum
 
 @torch.no_grad()
 def deduplicate(*models: nn.Module) -> int:
-    """Keep frozen parameters once that have equal bytes in several prepared or dispatched models, or in one of them.
+    """Keep equal frozen parameters of prepared or dispatched models once, between models or inside one.
 
     Buffers of frozen parameters on the host or on disk, one for each group, are compared: a checksum finds candidates,
     and then all bytes are compared. Equal buffers share memory from then on. A write to a shared parameter copies its
@@ -68,7 +68,7 @@ def deduplicate(*models: nn.Module) -> int:
 
 
 def _wait(runtime: Runtime) -> None:
-    """Return when nobody reads or writes parameters where they rest."""
+    """Return when nobody reads or writes parameters at their home."""
     if runtime.backward.is_running or runtime.hooks.is_running:
         raise MisuseError("zerostd.deduplicate inside a forward or a backward pass: call it when that has returned")
     runtime.finish_updates()
@@ -85,7 +85,7 @@ def _frozen_flats(runtime: Runtime) -> Iterator[Flat]:
 
 
 def _key(flat: Flat) -> Hashable:
-    """Return what is equal where bytes may be."""
+    """Return a key that is equal for flats that may have equal bytes."""
     rest = flat.rest
     item_bytes = 0 if rest.extent is None else rest.extent.item_bytes
     path = None if rest.disk is None else rest.disk.path
@@ -103,6 +103,6 @@ def _is_same_memory(flat: Flat, other: Flat) -> bool:
 
 
 def _share(holder: Flat, other: Flat) -> None:
-    """Let another flat rest in the memory of one with the same bytes, until one of them is written to."""
+    """Keep another flat in the memory of one with the same bytes, until one of them is written to."""
     holder.rest = SharedTensor.of(holder.rest, holder.allocator, holder.layout.intervals[0].name)
     other.rest = holder.rest.shared_with(other.rest, other.allocator, other.layout.intervals[0].name)

@@ -91,7 +91,7 @@ def dispatch(
 
 
 def _build_frozen(model: nn.Module, settings: Settings, path: Path | None) -> Any:
-    """Build with frozen parameters; where that fails, they are as they were."""
+    """Build with frozen parameters; if that fails, restore them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -1,8 +1,8 @@
-"""A model sleeps: what it has on the device leaves to host memory, and comes back when it wakes.
+"""A model sleeps: its state on the device moves to host memory, and comes back when the model wakes.
 
 For loops in which two models take turns on one device, as the trainer and the generator of reinforcement learning do.
-Parameters, states and gradients keep their tensors and only the memory of these goes, so nothing has to be built anew,
-and values come back bit for bit.
+Parameters, states and gradients keep their tensors and lose only the memory, so nothing has to be built again, and
+values come back bit for bit.
 """
 
 from __future__ import annotations

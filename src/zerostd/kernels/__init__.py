@@ -1,8 +1,8 @@
 """Native operations, each with a torch reference that gives the same bits.
 
-In come plain tensors, out goes a result written into a tensor of the caller's. The native library serves contiguous
-CPU tensors; everything else (other devices, strided tensors, no library) goes to `reference`. Called by
-`tiers`, `communication`, `parameters`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
+The inputs are plain tensors, and results are written into a tensor of the caller. The native library serves contiguous
+CPU tensors; everything else (other devices, strided tensors, no library) goes to `reference`. Called by `tiers`,
+`communication`, `parameters`, `optimizers` and `checkpointing`. Knows torch, and nothing else of zerostd.
 """
 
 from zerostd.kernels.blocks import coded_bytes, decode_blocks, encode_blocks

@@ -1,7 +1,7 @@
-"""Numbers as small integers, in blocks of 64 with one fp32 scale each: what crosses a wire in place of 16 or 32 bits.
+"""Numbers as small integers, in blocks of 64 with one fp32 scale each; they cross a wire instead of 16 or 32 bits.
 
-In come flat tensors whose length is a multiple of `BLOCK`; out come bytes, first the codes and then the scales. The
-bits are the same on every device: fp32 division, rounding to nearest even and multiplication, as in
+The input is a flat tensor whose length is a multiple of `BLOCK`; the output is bytes, first the codes and then the
+scales. The bits are the same on every device: fp32 division, rounding to nearest even and multiplication, as in
 src/native/blocks.cpp. A block with a number that is not finite decodes to NaN. Called by `communication`.
 """
 
@@ -80,7 +80,7 @@ def decode_blocks(
     """
     _check(out, bits, coded, num_slices=num_slices)
     if accumulate and out.dtype != torch.float32:
-        raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}: adding in less loses small sums")
+        raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}, which would lose small addends")
     if native.serves(out, coded):
         native.decode_blocks(coded, bits, out, num_slices=num_slices, accumulate=accumulate, num_threads=num_threads)
         return

@@ -76,7 +76,7 @@ def adam(
     rule: Adam, step: Tensor, gradient: Tensor, factor: Tensor | None, master: Split, high: Tensor, states: list[Tensor]
 ) -> None:
     """Update the master's halves and the states in place, for the step that `step` counts; the upper half goes to
-    `high`. `rule.step` plays no part."""
+    `high`. `rule.step` is ignored."""
     numel = gradient.numel()
     if not numel:
         return

@@ -1,6 +1,6 @@
 """Blocks of small integers on a device in one pass each, by Triton. Importing it needs triton.
 
-In come contiguous tensors that `blocks.py` has checked; it has the same in torch's operations, with the same bits.
+The inputs are contiguous tensors, checked by `blocks.py`, which has the same in torch's operations, with the same bits.
 Division rounds to nearest, and products are not fused with sums, so the bits are those of the CPU.
 """
 

@@ -1,6 +1,6 @@
 """Joining and splitting masters on a device in one pass each, by Triton. Importing it needs triton.
 
-In come contiguous tensors of one length; `rules.py` has the same in torch's operations, with the same bits.
+The inputs are contiguous tensors of one length; `rules.py` has the same in torch's operations, with the same bits.
 """
 
 import torch

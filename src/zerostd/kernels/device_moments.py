@@ -1,6 +1,6 @@
 """The update of coded moments on a device in one pass, by Triton. Importing it needs triton.
 
-In come contiguous tensors that `operations.py` has checked; `moments.py` has the same in torch's operations, with the
+The inputs are contiguous tensors, checked by `operations.py`; `moments.py` has the same in torch's operations, with the
 same bits: quotients and roots round to nearest, and products are not fused with sums.
 """
 

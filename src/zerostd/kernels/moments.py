@@ -2,8 +2,8 @@
 
 A state is a row of records: 64 codes and one fp32 scale, the largest magnitude among 64 numbers. `exp_avg` is companded
 by softsign, so that small numbers beside a large one keep their digits, and of `exp_avg_sq` the root is coded. The bits
-are the same in src/native/update_moments.h and in `device_moments.py`: each operation rounds by itself, roots and
-quotients are rounded correctly, codes to nearest even. What is decoded has the same codes when it is coded again, so
+are the same in src/native/update_moments.h and in `device_moments.py`: each operation rounds separately, roots and
+quotients are rounded correctly, codes to nearest even. Decoded numbers get the same codes when they are coded again, so
 checkpoints store numbers. `kernels.update` takes such states in place of fp32 ones.
 """
 
@@ -24,7 +24,7 @@ TILE = 1 << 20  # numbers coded at once by torch, whose temporaries are fp32
 
 
 class Moment(enum.Enum):
-    """The two ways to code a state. It stands where else the dtype of a state does."""
+    """The two ways to code a state. It is used in place of the dtype of a state."""
 
     AVERAGE = "average"  # of either sign
     SQUARES = "squares"  # never negative
@@ -100,7 +100,7 @@ def _root(squares: Tensor) -> Tensor:
 
 
 class Numbers(NamedTuple):
-    """What a step multiplies by and adds; each is rounded to fp32."""
+    """The constants of a step, each rounded to fp32."""
 
     decay: float
     new_part: float

@@ -227,8 +227,8 @@ def _arrays(arrays: tuple[Tensor | Split, ...]) -> ArraysArgument:
 def torch_root() -> tuple[int, int] | None:
     """Return the addresses of MKL's square root and of its limit on threads, None where torch does not use them.
 
-    On x86 torch calls MKL, whose roots may be off by a unit in the last place. Where that is not found, ours are
-    correct, and differ from torch's in that last place.
+    On x86 torch calls MKL, whose roots may be off by a unit in the last place. If MKL is not found, our roots are
+    correct, and may differ from torch's in that last place.
     """
     numbers = torch.linspace(0.0, 4.0, 4096, dtype=torch.float32)
     roots = numbers.sqrt()

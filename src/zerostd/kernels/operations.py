@@ -31,7 +31,7 @@ def update(
         source: The fp32 master, or a `Split` of it, and then the fp32 states that `rule.state_names` names. Those of
             Adam may be coded, as bytes (`moments.py`); its bits are then the same on every device.
         target: As `source`: takes the result, and each array is its own source or apart from all. None: in place.
-        factor: 1 over the loss scale, times the clip coefficient, say. Of coded states it may be one fp32 number on
+        factor: Such as the clip coefficient over the loss scale. Of coded states it may be one fp32 number on
             their device.
         weight: Takes the new master rounded to nearest even; fp32, bf16 or fp16. May be exactly the gradient's memory
             when both have the same item size; so may the high half of a split target, which itself is the weight.
@@ -58,9 +58,9 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
             if isinstance(array, Split):
                 dtypes = (array.high.dtype, array.low.dtype)
                 if index or dtypes != (torch.bfloat16, torch.int16):
-                    raise ValueError(f"{name}[{index}] is a Split of {dtypes}; only a master is split, bf16 and int16")
+                    raise ValueError(f"{name}[{index}] is a Split of {dtypes}; only a master can be split")
             elif array.dtype != (torch.uint8 if index and step.is_coded else torch.float32):
-                raise ValueError(f"{name}[{index}] is {array.dtype}; masters and states are fp32, or states all coded")
+                raise ValueError(f"{name}[{index}] is {array.dtype}; masters must be fp32, states all fp32 or coded")
     if step.is_coded and not isinstance(step.rule, Adam):
         raise ValueError(f"coded states are Adam's, and the rule is {step.rule}")
     if isinstance(step.source[0], Split) != isinstance(step.target[0], Split):
@@ -94,7 +94,8 @@ def _check_memory(step: UpdateArguments) -> None:
             if not native.apart(output, tensor) and not (allowed and native.same_memory(output, tensor)):
                 raise ValueError(
                     f"an output of {output.numel()} elements at {output.data_ptr():#x} overlaps another array at "
-                    f"{tensor.data_ptr():#x}; only in place, or a weight on its gradient, may share memory"
+                    f"{tensor.data_ptr():#x}; it may share memory only with its own source, or a weight "
+                    "with its gradient"
                 )
 
 
@@ -165,6 +166,6 @@ def _check_slices(received: Tensor, num_slices: int, out: Tensor, *, accumulate:
             f"out's {out.numel()} elements"
         )
     if accumulate and out.dtype != torch.float32 and not is_double:
-        raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}: adding in less loses small sums")
+        raise ValueError(f"accumulate=True needs an fp32 out, not {out.dtype}, which would lose small addends")
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}; at least 1 is needed")

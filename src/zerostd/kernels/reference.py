@@ -1,4 +1,4 @@
-"""The native operations in torch, on any device: what they mean, and what serves where they are missing.
+"""The native operations in torch, on any device: their definition, and the fallback where they are missing.
 
 Same operations in the same order as the C++, so that both give the same bits on a CPU. Arguments come checked from
 `zerostd.kernels`.

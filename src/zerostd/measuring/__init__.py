@@ -1,4 +1,4 @@
-"""What this machine and this model can do, found by trying: makes profiles for `planning`.
+"""Measures this machine and this model, and makes profiles for `planning`.
 
 machine.py   a machine's profile, measured or kept    rates.py  link, CPU, matrix products, disk, collectives
 identity.py  which machine this is, what is free      trial.py  one forward, counted

@@ -1,4 +1,4 @@
-"""Which machine this is, by its hardware and versions and never by its host name, and what is free of it now."""
+"""The identity of this machine, by hardware and versions and never by host name, and its free memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return what rates depend on beside the hardware."""
+    """Return the versions on which rates depend."""
     numbers = {"python": platform.python_version(), "torch": str(torch.__version__), "zerostd": "not installed"}
     with contextlib.suppress(metadata.PackageNotFoundError):
         numbers["zerostd"] = metadata.version("zerostd")

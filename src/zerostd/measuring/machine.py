@@ -1,8 +1,8 @@
 """A machine's profile: measured part by part in less than half a minute, kept in a file, and read again while the
 machine and the versions are the same.
 
-With several ranks the first one measures its machine while the others wait, and all take its numbers: measuring at once
-they would be in each other's way, and a plan must be the same on all of them. The wires they measure together. Rates
+With several ranks the first one measures its machine while the others wait, and all use its numbers: measurements at
+the same time would disturb each other, and a plan must be the same on all ranks. They measure the wires together. Rates
 are those of the whole machine; `ranks_per_node` says how many ranks share its cores and its host memory.
 """
 
@@ -56,7 +56,7 @@ AGAIN = "measure again with `zerostd measure`"
 QUIET = 0.75  # of all cores, that updates on all of them have where nothing else runs
 PARTS = {  # in their order: seconds that each takes at most or so, and what it needs
     "copies between host and device": (2.0, "link"),
-    "updates on the processor": (6.0, ""),
+    "updates on the CPU": (6.0, ""),
     "host memory with everything busy": (1.0, "link"),
     "updates on the device": (2.0, "link"),
     "matrix products": (5.0, ""),
@@ -102,9 +102,9 @@ def load_or_measure(
     """Return the saved profile of this machine, or measure and save a new one; `free` is that of now.
 
     A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
-    measured is tried and added. A call that names no directory, or one in a world of one, does without what was
-    measured of them. All ranks call it together, as they do `measure_machine`; `again` measures whatever was kept.
-    With a mesh, its ranks are all.
+    measured is tried and added. A call without a directory gets the profile without disk rates, and a call in a world
+    of one gets it without wires. All ranks call it together, as they do `measure_machine`; `again` measures whatever
+    was kept. With a mesh, its ranks are all.
     """
     device = choose_device(device)
     disk_path = None if disk_path is None else os.path.abspath(disk_path)
@@ -210,7 +210,7 @@ def _link_and_processor(
             tell("copies between host and device")
             copies = LinkCopies(device, host, sizes, min(free["host"], free["device"]))
             link = link_rates(copies, sizes)
-        tell("updates on the processor")
+        tell("updates on the CPU")
         updates = HostUpdates(host, sizes, free["host"])
         by_threads = {count: updates.ns(count, sizes) for count in thread_counts(cores)}
         memory = UPDATE_BYTES / by_threads[cores] * 1e9

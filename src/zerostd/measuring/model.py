@@ -1,7 +1,7 @@
 """What a model needs, read from the module: the groups that prepare will make, and what one sample costs in each.
 
-In: a module, real or without memory, and a batch to try. Out: a ModelProfile. A real model can be timed as well; of
-what does not fit or cannot run nothing is known, and counts have to do.
+In: a module, real or without memory, and a batch to try. Out: a ModelProfile. A real model can be timed as well. For a
+model that does not fit or cannot run, only counts are known.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ def _as_timed(profile: ModelProfile, timed: TimedPass) -> ModelProfile:
 def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any) -> TimedPass | None:
     """Return what a pass of `batch` takes; None, with a note in the log, if it cannot run for real.
 
-    A copy runs that shares the model's parameters, or has them in the dtype they will compute in; gradients go as they
-    come and buffers are its own, so the model is as before.
+    The pass runs on a copy that shares the model's parameters, or has them in the compute dtype. Gradients are freed as
+    they come and the buffers are copies, so the model does not change.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     parameters = list(model.parameters())

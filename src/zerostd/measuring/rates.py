@@ -1,8 +1,8 @@
 """What a machine can do: copies between host and device, updates on either, matrix products, files read and written,
 and collectives among its ranks.
 
-Memory comes from the tiers and copies go through streams, as in training, so what is timed is what will be used. A
-number is the median of short turns; `TrialSizes` says how much is tried.
+Memory comes from the tiers and copies go through streams, as in training. A rate is the median of short turns;
+`TrialSizes` says how much is tried.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class HostUpdates:
         update(self._rule, self._gradient, self._arrays, weight=self._gradient, num_threads=num_threads)
 
     def ns(self, num_threads: int, sizes: TrialSizes) -> float:
-        """Return nanoseconds to update one parameter; `had` learns what the threads had of their cores."""
+        """Return nanoseconds to update one parameter; `had` collects the share of the cores that the threads had."""
         begin = time.perf_counter()
         used = time.process_time()
         seconds = median_s(partial(self.step, num_threads), sizes)

@@ -39,8 +39,8 @@ COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator
 
 
 def path_of(path: str | os.PathLike[str], what: str, error: type[ZerostdError]) -> Path:
-    """Return a path that a user gave; raise `error` if it is something else. To the system a number would be a
-    descriptor, which is then closed."""
+    """Return a path that a user gave; raise `error` if it is something else. The system would take a number for a file
+    descriptor, and close it."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if text is None or "\x00" in text or len(text) > LONGEST_PATH:
         raise error(f"{what}={reprlib.repr(path)} must be a path: a string without null characters, or a pathlib.Path")
@@ -83,7 +83,7 @@ def convert(
     value: Any, kind: type[T], *, what: str, error: type[ZerostdError], remedy: str = "", refuse_unknown: bool = False
 ) -> T:
     """Return parsed JSON as an object of type `kind`, as `decode` does. Fields that the dataclasses in `kind` do not
-    have are ignored, or refused with `refuse_unknown`: in what people write by hand they are misspelt."""
+    have are ignored, or refused with `refuse_unknown`: in files that people write by hand they are typing errors."""
     ending = f"; {remedy}" if remedy else ""
     try:
         converted = msgspec.convert(value, kind, str_keys=True)

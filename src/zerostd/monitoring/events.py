@@ -1,8 +1,8 @@
 """Events: what happened when, in which lane of the timeline, for which group, and how many bytes it moved.
 
-Rooms that move or compute something put a span around it; `reporting` takes the spans of the steps it records. Its ends
-are timestamps of the stream the work runs in, so nothing waits for them: they become seconds when the device has passed
-them. Spans carry the same names into torch's profiler. While nobody records, a span costs two comparisons.
+Rooms that move or compute something put a span around it; `reporting` takes the spans of the steps it records. The ends
+of a span are timestamps of the stream in which the work runs, so nothing waits: they become seconds when the device has
+passed them. Spans carry the same names into torch's profiler. Unrecorded spans cost two comparisons.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Timestamp:
 
     @classmethod
     def of_idle(cls, device: torch.device) -> Timestamp:
-        """Return a moment in which the device has nothing to do, so that its clock and the host's agree there."""
+        """Return a moment at which the device is idle, so that its clock and the host's can be compared."""
         if device.type == "cpu":
             return cls(device)
         torch.accelerator.synchronize(device)
@@ -94,14 +94,14 @@ class Events:
             self._recorded = (self._recorded[1], step)
 
     def wants(self, step: int) -> bool:
-        """Return whether work is recorded that was asked for in `step`."""
+        """Return whether work that `step` requested is recorded."""
         return self.is_on if step == NOW else step in self._recorded
 
     def begin(
         self, name: str, lane: str, group: str, num_bytes: int, device: torch.device = HOST, step: int = NOW
     ) -> Span | None:
         """Return a span that begins now and ends with `end`, None if nothing is recorded. The work runs in the current
-        stream of `device`; HOST: the calling thread does it. `step` asked for it, and may be over."""
+        stream of `device`; HOST: the calling thread does it. `step` requested the work, and may be over."""
         if not self.wants(step):
             return None
         return Span(name, lane, group, num_bytes, self.step if step == NOW else step, Timestamp(device))
@@ -161,7 +161,7 @@ class LoopTimer:
     """Turns marks of the loop into seconds by phase, between `start` and `stop`, and into spans while recording.
 
     Scheduling and the engine mark where one phase ends and the next begins. Seconds are those of the device's current
-    stream, so that timing holds nothing up; on the CPU they are the loop's own. Off, a mark costs two comparisons.
+    stream, so timing delays nothing; on the CPU they are those of the loop. Off, a mark costs two comparisons.
     """
 
     def __init__(self, device: torch.device, events: Events) -> None:

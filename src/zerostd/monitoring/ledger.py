@@ -1,7 +1,7 @@
 """The ledger: bytes by tier and kind, now and at peak, and bytes sent by verb, of this rank; and leaks.
 
-Whoever allocates enters it here, whoever frees takes it out; nobody estimates. `Memory` is what users get. Leaks are
-bytes that were allocated during a step and are still there after the next one, with the place that did it.
+Code that allocates or frees bytes enters them here; nothing is estimated. `Memory` is what users get. Leaks are bytes
+that were allocated during a step and are still there after the next one, with their place.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Memory:
             sizes = f"{size / 2**20:.1f} MiB are coded in {held / 2**20:.1f} MiB"
             rows.append(f"{kind} of {sizes} ({size / max(1, held):.2f} to 1)")
         for kind, (size, counted) in self.shared.items():
-            sizes = f"{size / 2**20:.1f} MiB are kept once with equal ones"
+            sizes = f"{size / 2**20:.1f} MiB are shared with equal parameters"
             rows.append(f"{kind} of {sizes}, {counted / 2**20:.1f} MiB of them counted here")
         if self.unpacking_s:
             rows.append(f"unpacking took {plain_seconds(self.unpacking_s)} of processor time")
-        rows += [f"tried again {count} times: {what}" for what, count in self.retries.items()]
+        rows += [f"retried {count} times: {what}" for what, count in self.retries.items()]
         return "\n".join(rows)
 
 
@@ -174,7 +174,7 @@ class KeptGraphs:
 
 @dataclass
 class Ledger:
-    """Counts the bytes of one prepared model. Disk threads enter what they move, one thread all else."""
+    """Counts the bytes of one prepared model. Disk threads enter what they move; one thread enters everything else."""
 
     now: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
     peak: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
@@ -215,7 +215,7 @@ class Ledger:
     def memory(
         self, coded: dict[str, tuple[int, int]] | None = None, shared: dict[str, tuple[int, int]] | None = None
     ) -> Memory:
-        """Return what users see; `coded` and `shared` are known to who has the codes, and the shared tensors."""
+        """Return what users see. The caller supplies `coded` and `shared`."""
         with self._lock:
             now = _nested(self.now)
             peak = _nested(self.peak)
@@ -245,7 +245,7 @@ def _nested(book: Counter[tuple[Tier, Kind]]) -> dict[str, dict[str, int]]:
 
 
 def _where() -> str:
-    """Return the innermost line of ours that is not of this bookkeeping, and the innermost of the user's."""
+    """Return the innermost line of zerostd outside this bookkeeping, and the innermost line of the user."""
     ours = ""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         path = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Retries: calls of the system that failed for a moment are made again, a few times, and counted.
+"""Retries: system calls that failed temporarily are repeated a few times, and counted.
 
 `tiers` and `checkpointing` make their reads and writes of files through it. The ledger owns it, users see the counts in
 `zerostd.memory(model).retries`, and the page of a recorded run has a notice.
@@ -50,8 +50,8 @@ class Retries:
             return dict(self._counts)
 
     def attempt(self, verb: str, where: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function of the system. `verb` and `where` say what it does to which file. Raises its OSError if that
-        is not transient, or if it is still there at the last try."""
+        """Call a function of the system. `verb` and `where` say what it does to which file. Raises the OSError if it is
+        not transient, or if the last try fails too."""
         for pause_s in PAUSES_S:
             try:
                 return function(*args, **kwargs)

@@ -37,7 +37,7 @@ def rate_text(value: float) -> str:
 
 
 def plain_seconds(value: float) -> str:
-    """Return seconds as sentences have them: "0.0713 s"; another unit below a millisecond."""
+    """Return seconds as sentences show them: "0.0713 s"; another unit below a millisecond."""
     return f"{rate_text(value)} s" if value == 0 or abs(value) >= 1e-3 else seconds_text(value)
 
 

@@ -1,10 +1,10 @@
 """Updates that begin inside the last backward pass of a step, group by group as their gradients land.
 
-Certain: nothing has to be known of all gradients first, so what is updated stays updated, and step() only checks that
-the options are still those it was updated with. Speculative: with clipping, the factor is known only after the last
-gradient. Steps that were not clipped tend to be followed by others: the update is made with factor one into the spare
-tensors of the states. If the norm agrees, they are committed; if not, step() updates once more from the untouched ones.
-Results are the same bits as without.
+Certain: an update needs no property of all gradients, so it stays, and step() only checks that the options are still
+those of the update. Speculative: with clipping, the factor is known only after the last gradient. After steps that were
+not clipped, the next one is probably not clipped either. So the update is made with factor one into the spare tensors
+of the states. If the factor turns out to be one, they are committed; if not, step() repeats the update from the
+untouched tensors. The bits are the same as without speculation.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class BackwardUpdates:
         return self._options is not None
 
     def make_room(self, group: Group) -> None:
-        """Free gradients that are not kept, so that the one of `group` may land."""
+        """Free gradients that are not kept, so that the gradient of `group` may land."""
         self.passing.make_room(group)
 
     def updated(self, group: Group) -> None:
@@ -61,8 +61,8 @@ class BackwardUpdates:
 
     @torch.no_grad()
     def start(self, group: Group) -> None:
-        """Update a group whose gradient has landed and whose parameters backward needs no more. Groups whose slices
-        ranks gather right after the update wait for step(), where all ranks go through them in one order."""
+        """Update a group whose gradient has landed and whose parameters backward no longer needs. Groups whose slices
+        are gathered right after the update wait for step(), where all ranks update them in one order."""
         if group.is_in_slices and not group.gives_back:
             return
         if self._options is None:
@@ -86,8 +86,8 @@ class BackwardUpdates:
         self.renew(group)
 
     def finish(self, factor: torch.Tensor | None, order: list[Group]) -> set[Group]:
-        """End the step: commit what was speculative if `factor` turned out to be one. Returns the groups that need
-        nothing more."""
+        """End the step: commit speculative updates if `factor` turned out to be one. Returns the groups that need no
+        further update."""
         options = self._options
         if options is None:
             return set()

@@ -8,7 +8,7 @@ Optimizers that the kernels do not have run as a clone of the user's own, on the
 
 States on disk are read ahead, tile by tile, into slots of host memory, updated there, and written back behind: by the
 CPU in place, or through the device as on the streamed route. Tiles are read as blocks of whole pages, so neighbouring
-spans may share one: what is on its way out is written before it is read again.
+spans may share a page: a page that is being written is finished before it is read again.
 """
 
 import time
@@ -49,7 +49,7 @@ CODED_UNIT = 1 << 16
 
 @dataclass(eq=False)
 class CpuUpdater:
-    """Updates spans in a thread of its own."""
+    """Updates spans in a separate thread."""
 
     name = "the update on the CPU"
     inner: Optimizer
@@ -67,7 +67,7 @@ class CpuUpdater:
         self.serve(self.placed)
 
     def serve(self, placed: Sequence[tuple[Flat, StateShard]]) -> None:
-        """Update these shards from now on. Nothing may be under way of others."""
+        """Update these shards from now on. No update of other shards may be under way."""
         self.placed = placed
         served = {shard for _, shard in placed}
         for shard in [shard for shard in self._weights if shard not in served]:
@@ -88,7 +88,7 @@ class CpuUpdater:
         self._weights.clear()
 
     def launch(self, task: UpdateTask) -> Transfer:
-        """Start an update. It is done when the new parameters have arrived in their tier."""
+        """Start an update. The update is done when the new parameters have arrived in their tier."""
         span = task.span
         if span.shard.route is Route.CPU:
             task = replace(task, host_weights=self._host_weights(task))
@@ -239,19 +239,19 @@ def dtypes_on_disk(shard: StateShard) -> dict[str, Column]:
 
 
 def disk_unit(columns: Iterable[Column]) -> int:
-    """Return the elements after which every column begins a page. Records of codes are no power of two long."""
+    """Return the number of elements, a multiple of code records, after which every column begins a page."""
     return CODED_UNIT if any(isinstance(column, Moment) for column in columns) else UNIT
 
 
 def _stored(tensor: TierTensor, start: int) -> tuple[TierTensor, int]:
-    """Return what a column is on disk, and where element `start` is in it."""
+    """Return the tier tensor of a column on disk, and the place of element `start` in it."""
     if isinstance(tensor, CodedTensor):
         return tensor.codes, Moment.num_bytes(start)
     return tensor, start
 
 
 class DiskUpdater(CpuUpdater):
-    """Updates spans whose states are on disk, in a thread of its own."""
+    """Updates spans whose states are on disk, in a separate thread."""
 
     name = "the update of states on disk"
 

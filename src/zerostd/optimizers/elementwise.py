@@ -4,9 +4,9 @@ A shard is a stretch of elements without the matrix it was cut from, so an optim
 Those known to need whole tensors are refused by name with the reason. Any other class, the user's own included, is
 tried on a few numbers: a tensor updated whole and the same tensor updated in two pieces must come out equal.
 
-Off the device a rule of `kernels` does the arithmetic, with torch's own bits, where there is one. Else a clone of the
-user's optimizer does, as in the trials: same class and attributes, other parameters and states, so that the object the
-user holds is not touched.
+Off the device a rule of `kernels` does the arithmetic, with torch's own bits, where there is one. Otherwise a clone of
+the user's optimizer does it, as in the trials: the clone has the same class and attributes but other parameters and
+states, so the user's object is not touched.
 """
 
 import copy
@@ -74,8 +74,8 @@ def written_options(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def find_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
-    """Return the dtypes of what the optimizer keeps for each element, by name, as two trial steps with each
-    param_group's options show."""
+    """Return by name the dtypes of the states that the optimizer keeps for each element, found by two trial steps with
+    each param_group's options."""
     return {
         name: value.dtype
         for _, (_, states, _) in _trials(optimizer)
@@ -161,7 +161,7 @@ def device_update(
     inner: torch.optim.Optimizer, options: dict[str, Any], states: Mapping[str, Any], device: torch.device
 ) -> DeviceUpdate | None:
     """Return the update of a split master and these states in one pass on a device; None if torch's optimizer has to
-    make it: another one than Adam, other options, or states that it has not made yet."""
+    make it, because the optimizer is not Adam, has other options, or has not made its states yet."""
     names = Adam.state_names
     if adam_on(device.type) is None or states.keys() != {"step", *names}:
         return None
@@ -206,8 +206,8 @@ def next_scalars(rule: Rule, scalars: ScalarStates | None) -> ScalarStates:
 
 
 def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the same optimizer as an object of its own, without hooks; param_groups and state are still to be set.
-    torch's own copy would leave out the attributes of a subclass."""
+    """Return a new optimizer of the same class and attributes, without hooks; param_groups and state are still to be
+    set. torch's own copy would leave out the attributes of a subclass."""
     clone = object.__new__(type(optimizer))
     clone.__dict__ = dict(optimizer.__dict__)
     clone.__dict__.pop("step", None)  # a scheduler's counter around it
@@ -218,9 +218,9 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def update_by_clone(
     clone: torch.optim.Optimizer, options: StepOptions, span: UpdateSpan, states: Tensors, gradient: torch.Tensor
 ) -> ScalarStates:
-    """Update `states`, the master and the long states of a part of the span, in place. Returns the scalar states after:
-    those of the span stay as they are, since every tile counts from the same step. The clone has parameters and states
-    only for the length of the call."""
+    """Update `states`, the master and the long states of a part of the span, in place. Returns the scalar states after
+    the update. Those of the span do not change, since every tile counts from the same step. The clone has parameters
+    and states only for the length of the call."""
     index = span.param_group
     long_states = {name: tensor for name, tensor in states.items() if name != MASTER}
     parameter = states[MASTER].detach()

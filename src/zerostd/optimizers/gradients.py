@@ -1,7 +1,7 @@
-"""What can be asked of all gradients together: their norm, a common factor, whether they are finite.
+"""Properties of all gradients together: their norm, a common factor, whether they are finite.
 
-Norms are taken of what this rank keeps and summed over ranks; gradients that every rank holds whole (stage 0) are
-counted once. Factors wait until the update reads the gradient, unless someone touches one parameter's alone.
+Norms are computed from this rank's part and summed over ranks; gradients that every rank holds whole (stage 0) are
+counted once. Factors are applied when the update reads the gradient, or when the user does.
 """
 
 import itertools
@@ -33,7 +33,7 @@ HOMOGENEOUS = (torch.ops.aten.mul_.Tensor, torch.ops.aten.zero_.default)  # what
 
 @dataclass
 class _Scaled:
-    """Gradients that were multiplied by one number, one after the other; not done yet."""
+    """Gradients that the user multiplied by one number; still pending."""
 
     given: torch.Tensor
     version: int  # when it was given: the user may change it
@@ -47,7 +47,7 @@ class _Scaled:
 
 
 class Gradients(StepObserver):
-    """All gradients of one prepared model; also what the handles in `p.grad` pass their calls to."""
+    """All gradients of one prepared model. The handles in `p.grad` pass their calls on to it."""
 
     def __init__(
         self, groups: tuple[Group, ...], wires: Wires, loss_scale: LossScale | None, wait: Callable[[], None]
@@ -71,12 +71,12 @@ class Gradients(StepObserver):
         self._whole: tuple[Flat, torch.Tensor] | None = None  # the gradient that was read last, from all ranks
 
     def make_handle(self, name: str, parameter: nn.Parameter) -> GradientHandle:
-        """Return what stands for a parameter's gradient."""
+        """Return the handle of a parameter's gradient."""
         self._handles[name] = GradientHandle(name, parameter, self)
         return self._handles[name]
 
     def before_backward(self) -> None:
-        """Multiply into gradients what waits for the update: those of the next pass are not meant. They change then."""
+        """Apply pending factors now: they are not for the gradients of the next pass. They change then."""
         self.flush()
         if self.loss_scale is None:
             self._apply_factor()
@@ -105,7 +105,7 @@ class Gradients(StepObserver):
         return torch.mul(self._across_ranks(total, order), self.factor)
 
     def _counted_norms(self, flat: Flat, order: float) -> list[torch.Tensor]:
-        """Return norms of what this rank keeps of a flat, such that each number counts once over all splits."""
+        """Return norms of this rank's part of a flat, such that each number counts once over all splits."""
         assert flat.gradient is not None
         num_splits = self.wires.world.num_splits
         with no_torch_function():
@@ -143,8 +143,8 @@ class Gradients(StepObserver):
         return norm
 
     def take_factor(self) -> torch.Tensor | None:
-        """Return the factor for the update that comes now, and begin anew with one. It is fp32 and one element long,
-        so that it lifts 16-bit gradients to fp32 while it is multiplied in; None for one."""
+        """Return the factor for the next update, and reset it to one. It is fp32 and one element long, so that it lifts
+        16-bit gradients to fp32 while it is multiplied in; None for one."""
         self.flush()
         factor = self.factor
         self.factor = 1.0
@@ -174,7 +174,7 @@ class Gradients(StepObserver):
         return self._norms[order, handle.of] * (self.factor * unscale)
 
     def _norms_of(self, flat: Flat, order: float) -> torch.Tensor:
-        """Return the norms of what this rank has of a flat's gradients, by parameter; those without count as zero."""
+        """Return the norms of this rank's part of a flat's gradients, by parameter; a missing one is zero."""
         norms = torch.zeros(len(flat.parameters), device=self.wires.world.device)
         with no_torch_function():
             has_gradient = [GRAD.__get__(parameter) is not None for parameter in flat.parameters]
@@ -206,8 +206,8 @@ class Gradients(StepObserver):
         self._change(handle, func, args, kwargs)
 
     def _put_off(self, handle: GradientHandle, factor: Any) -> bool:
-        """Note that one gradient is to be multiplied by a number on the device. Clipping does so with one after the
-        other: when it has come to all, the number waits for the update, as `factor` does. False: do it now."""
+        """Note that one gradient is to be multiplied by a number on the device. Clipping does this one by one; when all
+        are multiplied, the number waits for the update, as `factor` does. Returns False if it must be done now."""
         is_number = isinstance(factor, torch.Tensor) and factor.numel() == 1 and factor.dtype is torch.float32
         if not is_number or self.locked is not None or self.loss_scale is not None:
             return False
@@ -230,7 +230,7 @@ class Gradients(StepObserver):
         return True
 
     def flush(self) -> None:
-        """Multiply what `_put_off` has put off, since not all gradients were multiplied by the same number."""
+        """Make the multiplications that `_put_off` has noted, since they are not the same for all gradients."""
         scaled = self._scaled
         self._scaled = None
         if scaled is not None:
@@ -260,7 +260,7 @@ class Gradients(StepObserver):
         func(part, *tree_map(local, tuple(args)), **tree_map(local, dict(kwargs)))
 
     def read(self, handle: GradientHandle) -> torch.Tensor:
-        """Return all of one parameter's gradient, as a copy; of a DTensor this is one too. Every rank must ask."""
+        """Return a copy of one parameter's whole gradient, or the DTensor of one. Every rank must call it."""
         self.wires.world.check_here("a use of p.grad")
         self._wait()
         self.check_unlocked("a use of p.grad")
@@ -322,7 +322,7 @@ class Gradients(StepObserver):
         return gradient.wait_landed()
 
     def drop(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that the gradients of these parameters were dropped. If that is all, the next forward has their
+        """Note that the gradients of these parameters were dropped. If all are dropped, the next forward frees their
         memory."""
         self._are_dropped = len(parameters) == len(self._places)
 
@@ -339,7 +339,7 @@ class Gradients(StepObserver):
             raise MisuseError(DROPPED.format(handle.of))
 
     def give_back(self) -> None:
-        """Give the memory of gradients back, if all were dropped. Those that updates go on reading keep theirs."""
+        """Free the memory of gradients, if all were dropped. Gradients that updates still read keep their memory."""
         if not self._are_dropped:
             return
         self._are_dropped = False

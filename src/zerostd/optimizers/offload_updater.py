@@ -1,6 +1,6 @@
 """Updates of states off the device: one updater for each route that some shard takes, in threads beside the step.
 
-In comes an `UpdateTask` for each span, from `Updater`; it goes to the CPU's, the streamed or the disk's updater.
+`Updater` passes an `UpdateTask` for each span, which goes to the CPU's, the streamed or the disk's updater.
 `buffer_bytes` says what their slots take, for `preparing/accounting.py`.
 """
 
@@ -31,8 +31,8 @@ NUM_FACTORS = 4
 
 
 class PassingStates(NamedTuple):
-    """A portion of states to be, and the dtypes by name of what is kept in its tier and of what passes through the
-    device if it is streamed."""
+    """A planned portion of states, with the dtypes by name of the states in its tier, and of the states that pass
+    through the device if it is streamed."""
 
     portion: Portion
     kept: Mapping[str, Column]
@@ -58,8 +58,8 @@ class OffloadUpdater:
         self._turn = 0
 
     def follow(self, groups: Sequence[Group]) -> None:
-        """Serve the shards that are off the device now. An updater with nothing left to do ends, one whose slots do
-        not fit is made anew; others go on with what they are doing, which may be about other groups."""
+        """Serve the shards that are off the device now. An updater with nothing left to do ends, and one whose slots
+        are too small is replaced. The others continue their work, which may be for other groups."""
         placed = [(flat, shard) for group in groups for flat in group.trainable for shard in flat.state_shards]
         on_host = [(flat, shard) for flat, shard in placed if shard.tier is Tier.HOST]
         by_cpu = [(flat, shard) for flat, shard in on_host if shard.route is Route.CPU]

@@ -3,11 +3,11 @@
     step:  gradients have landed  ->  clip and scale factors  ->  update group by group in forward order
            ->  each group's new parameters start on their way as soon as it is updated
 
-Updates of states off the device go on after step() has returned, and each group's next forward waits for its own.
-When prepare was told how many passes make a step and nothing has to be known of all gradients first, they begin inside
-the last backward pass (backward_updates.py).
+Updates of states off the device continue after step() has returned, and each group's next forward waits for the group's
+update. If prepare was told how many passes make a step, and updates need no property of all gradients, they begin
+inside the last backward pass (backward_updates.py).
 
-`param_groups` are the user's own dicts with the user's own parameters, so schedulers and edits work as ever.
+`param_groups` are the user's own dicts with the user's own parameters, so schedulers and edits work as in torch.
 """
 
 import contextlib
@@ -180,13 +180,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
 
     def check_consistent(self, call: str) -> None:
-        """Refuse `call` on states of which an update has failed, or has done a part."""
+        """Refuse `call` if an update of the states has failed, or is only partly done."""
         if self.updater.offload is not None:
             self.updater.offload.check()
         self._gradients.check_unlocked(call)
 
     def synchronize(self) -> None:
-        """Wait until all updates are done, including those that run after step(), and a save has read all it needs.
+        """Wait until all updates are done, including those that run after step(), and until a save has read its values.
         Only timing needs it."""
         if self.updater.offload is not None:
             self.updater.offload.drain()
@@ -210,7 +210,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:
-        """Use all threads this rank may have, for an update on the CPU that is long enough to pay for waking them."""
+        """Use all threads of this rank for an update on the CPU, if it is long enough to be worth waking them."""
         before = torch.get_num_threads()
         if self._num_threads <= before:
             yield
@@ -246,8 +246,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients to a global norm, exactly; returns the norm before clipping. Every rank must call it.
 
-        With prepare(max_grad_norm=...) it may be called with that norm, by loops that log what it returns: updates that
-        have begun inside backward go on, and step() does not clip again. With an infinite norm nothing is clipped. The
+        With prepare(max_grad_norm=...), a loop may call it with the same norm to log the result: updates that have
+        begun inside backward continue, and step() does not clip again. With an infinite norm nothing is clipped. The
         norm is a tensor on the device, and the host waits for it only when it is read.
         """
         self._gradients.wires.world.enter("optimizer.clip_grad_norm_()")
@@ -315,8 +315,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.commit_edits()
 
     def retire(self) -> None:
-        """Refuse further steps, also of the user's own optimizer: the model is an ordinary one again, and the states
-        have gone with their shards."""
+        """Refuse further steps, including those of the user's own optimizer: the model is an ordinary one again, and
+        the states were freed with their shards."""
         self._is_retired = True
         self.inner.state = defaultdict(dict)
         move_step_hooks(self.inner)
@@ -339,8 +339,8 @@ def _refuse_step(*_: Any) -> None:
 class LateOptimizer:
     """Takes over an optimizer that was made after the model was prepared, at its first step.
 
-    torch calls a hook before any optimizer's step. If the optimizer's parameters are ours, our step is run in its
-    stead: the inner step that follows finds no parameters and does nothing. The user's optimizer stays theirs.
+    torch calls a hook before any optimizer's step. If the optimizer's parameters are those of the model, our step runs
+    instead: the inner step that follows finds no parameters and does nothing. The user keeps the same optimizer object.
     """
 
     def __init__(self, make: Callable[[torch.optim.Optimizer], ZeroOptimizer], gradients: Gradients) -> None:

@@ -71,7 +71,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         self.update(kept)
 
     def _synchronize(self) -> None:
-        """Wait for updates that go on; raise if one has failed, or has begun inside backward."""
+        """Wait for running updates; raise if one has failed, or has begun inside backward."""
         self._gradients.check_unlocked("optimizer.state")
         if self._updater.offload is not None:
             self._updater.offload.check()
@@ -95,7 +95,7 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         return states if spec is None else {n: _wrapped(value, spec, shape) for n, value in states.items()}
 
     def write(self, parameter: nn.Parameter, states: States) -> None:
-        """Let these be the states of one parameter."""
+        """Set the states of one parameter."""
         if parameter not in self._places:
             raise MisuseError(
                 f"optimizer.state of a parameter of shape {tuple(parameter.shape)} that this optimizer does not "

@@ -1,8 +1,8 @@
 """Gradients that are freed as groups are updated, so that few of them have memory at once.
 
-The updater says which group was updated; backward asks for room before the next gradient lands. What was updated on the
-device's own stream is freed at once. Updates by threads may still read a gradient: those of `MOST_HELD` groups may, and
-the device waits for the oldest of them.
+The updater says which group was updated; backward asks for room before the next gradient lands. A gradient whose update
+ran on the device's own stream is freed at once. Updates by threads may still read gradients, of at most `MOST_HELD`
+groups; the device waits for the oldest of them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Spans, the stretches of a region that are updated together, and what a step asks of them.
+"""Spans, the stretches of a region that are updated together, and update tasks.
 
 Neighbouring parameters with equal options whose states are in one shard form one span, so an optimizer sees long flat
 tensors instead of many small ones. When some parameters of a span get no gradient in a step, the span is cut there, and
 its states with it: untouched parameters stay untouched and keep their own step count.
 
-Updates go on after step() has returned, when a scheduler may have changed the user's options already, and a commit the
-tensors of a shard: a task fixes both when the update is asked for. `Updater` makes one for each span off the device.
+Updates continue after step() has returned. By then, a scheduler may have changed the user's options, and a commit the
+tensors of a shard. So a task fixes both when the update is requested. `Updater` makes one for each span off the device.
 """
 
 from __future__ import annotations
@@ -320,9 +320,9 @@ class UpdateTask:
     def make(
         cls, group: Group, flat: Flat, span: UpdateSpan, options: StepOptions, *, step: int, is_speculative: bool
     ) -> UpdateTask:
-        """Fix the update of a span as of now. It can begin when the gradient is there and the device has come to this
-        point. The gradient may be there long before: begun then, the update would hold up its stream, and everything
-        behind it."""
+        """Fix the update of a span as of now. It can begin when the gradient is there and the device has reached this
+        point. The gradient may be there long before that, but an update that began then would delay its stream and
+        everything behind it."""
         span.finish_commit()
         shard = span.shard
         target = shard.spare if is_speculative else shard.tensors
@@ -348,8 +348,8 @@ class UpdateTask:
         return self.target is not self.source  # and counts only if it is committed
 
     def submit(self, worker: Worker, update_tile: Callable[[UpdateTask, slice], None], tile_numel: int) -> Transfer:
-        """Let a thread update the span tile by tile, so that more urgent work can run in between: groups that
-        forward needs first go first. Tiles are slices that count from the span's start."""
+        """Let a thread update the span tile by tile, so that more urgent work can run in between. Groups that forward
+        needs first come first. Tiles are slices that count from the span's start."""
         numel = self.span.numel
         tiles = [slice(start, min(numel, start + tile_numel)) for start in range(0, numel, tile_numel)]
         update = partial(self._update_sealed, update_tile) if "checksums" in DEBUG else partial(update_tile, self)

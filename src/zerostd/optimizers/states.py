@@ -1,6 +1,6 @@
 """Optimizer states to torch's state_dict format and back, parameter by parameter; and what checkpoints store.
 
-Spans are ours; users know parameters. Saving cuts each span's states at parameter boundaries, loading puts them
+Spans are internal; users know parameters. Saving cuts each span's states at parameter boundaries, loading puts them
 together again. 16-bit parameters also have `master`, the fp32 values behind the rounded ones. `take_states` and
 `replace_states` carry the states of one flat over a move to another home. Checkpoints store long states and gradients
 as intervals of the tensors they are kept in, and scalar states by name of parameter.
@@ -117,7 +117,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
 
 
 def _check_keys(updater: Updater, parameter: nn.Parameter, states: States) -> None:
-    """Refuse states of a parameter that lack one which every step keeps."""
+    """Refuse states of a parameter if one that every step keeps is missing."""
     missing = [name for name in updater.states if states and name not in states]
     if missing:
         raise MisuseError(
@@ -177,7 +177,7 @@ def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, Sta
 
 
 def _fill_parameter(updater: Updater, spans: UpdateSpans, places: Places, states: States, numel: int) -> None:
-    """Fill the places of one parameter of so many elements, which have no states yet."""
+    """Fill the places of one parameter with this many elements, which have no states yet."""
     first, _ = _interval(places)
     for key, value in states.items():
         for span, piece in places:
@@ -194,8 +194,8 @@ def _fill_parameter(updater: Updater, spans: UpdateSpans, places: Places, states
 
 
 def _exact(master: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return masters with the bits that `values` have beyond the parameters' dtype, where both are the same in it: as
-    in torch, the state of an optimizer does not change parameters."""
+    """Return masters with the extra bits of `values` where master and value round to the same parameter: as in torch,
+    the state of an optimizer does not change parameters."""
     values = values.to(master)
     return torch.where(values.to(dtype) == master.to(dtype), values, master)
 
@@ -226,7 +226,7 @@ def read_states(spans: UpdateSpans, index: int) -> tuple[tuple[int, int], States
 
 @torch.no_grad()
 def write_states(updater: Updater, spans: UpdateSpans, index: int, states: States) -> None:
-    """Let these, which are whole, be the states of one parameter."""
+    """Set the states of one parameter to these whole values."""
     spans.flat.wait_readers()
     places = spans.isolate(index)
     for span, _ in places:

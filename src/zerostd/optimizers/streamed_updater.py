@@ -3,13 +3,13 @@
     up: states of a tile -> a slot        update: a clone of the user's optimizer on the slot, parameters published
     down: the slot -> home                free: when it is down, the slot takes the next tile
 
-The upper halves of split masters need no way where they are parameters on the device. Halves are joined into one tile
+Upper halves of split masters are not transferred if they are parameters on the device. Halves are joined into one tile
 of fp32 masters for the update, and split again.
 
-Four slots are on their way at once, so both directions of the link and the device work at the same time. A thread puts
-tiles into the streams as slots become free, and not before: until then, what forward needs first may still overtake.
-The arithmetic is the user's optimizer on the device, as for resident states: the same bits. States that are kept as
-codes pass as codes, and one kernel updates them.
+Four slots are in flight at once, so both directions of the link and the device work at the same time. A thread queues
+tiles only as slots become free: until then, tiles that forward needs first may still overtake. The arithmetic is the
+user's optimizer on the device, as for resident states: the same bits. States that are kept as codes pass as codes, and
+one kernel updates them.
 """
 
 import time
@@ -62,7 +62,7 @@ class StagingSlot:
         self.writes.clear()
 
     def views(self, columns: Mapping[str, Column], numel: int) -> Tensors:
-        """Return the memory as tensors of so many numbers, coded or not."""
+        """Return the memory as tensors of this many numbers, coded or not."""
         return {name: self.view(name, column, numel) for name, column in columns.items()}
 
     def view(self, name: str, column: Column, numel: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ def staged_dtypes(shard: StateShard, device: torch.device) -> dict[str, Column]:
 
 @dataclass(eq=False)
 class StreamedUpdater:
-    """Updates tiles of `shards` on the device, in a thread of its own."""
+    """Updates tiles of `shards` on the device, in a separate thread."""
 
     inner: Optimizer
     shards: Sequence[StateShard]
@@ -148,7 +148,7 @@ class StreamedUpdater:
         self._masters = self._masters.new_empty(0)
 
     def launch(self, task: UpdateTask) -> Transfer:
-        """Start an update; done when the new parameters are where they belong."""
+        """Start an update; it is done when the new parameters have arrived."""
         span = task.span
         if span.shard.is_coded:
             rule = coded_rule(self.inner, task.options.param_groups[span.param_group], span.scalars)

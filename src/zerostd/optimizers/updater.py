@@ -2,9 +2,9 @@
 
 Resident states: the user's own optimizer is called with that group's spans in its param_groups, so working memory is
 one group's gradient in fp32. Adam with split masters needs none, nor do states that are kept as codes: one kernel makes
-the update. States elsewhere are updated by `OffloadUpdater`, in threads beside the step and beyond it: what is not done
-yet is left in `group.updates`. Seen from the optimizer it is one step all the same: options are those the user set, and
-counters in its param_groups move once.
+the update. States elsewhere are updated by `OffloadUpdater`, in threads beside the step and after it; pending updates
+are in `group.updates`. For the optimizer it is still one step: options are those the user set, and counters in its
+param_groups move once.
 """
 
 from collections import defaultdict
@@ -88,7 +88,7 @@ class Updater:
             spans.regroup([self.param_group_of.get(p) for p in flat.parameters])
 
     def moved(self, offload: OffloadUpdater | None) -> None:
-        """Go on with states that are kept elsewhere now."""
+        """Continue with states that have moved."""
         self._set_offload(offload)
         self._num_counted = -1
         self.count_states()
@@ -139,7 +139,7 @@ class Updater:
         return width * max(resident, default=0) + joined
 
     def step_options(self, factor: torch.Tensor | None) -> StepOptions:
-        """Return what a step that begins now says to its updates; `factor` is on its gradients, None for one."""
+        """Return the options that a step passes to its updates; `factor` is that of the gradients, None for one."""
         if self.has_new_members:
             self._follow_members()
         self.user_groups = self.inner.param_groups
@@ -195,7 +195,7 @@ class Updater:
             flat.round_masters(only_resident=True)
 
     def commit_speculative(self, group: Group) -> None:
-        """Make the speculative updates of a group count; they may still be going on."""
+        """Commit the speculative updates of a group, which may still be running."""
         for flat in group.trainable:
             for span in self.spans[flat]:
                 span.is_committed = bool(span.shard.spare)

@@ -38,7 +38,7 @@ GUARD = "__reduce_ex__"  # attribute of every module of a prepared model: refuse
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One parameter of a group to be."""
+    """One parameter of a planned group."""
 
     name: str
     parameter: nn.Parameter
@@ -48,7 +48,7 @@ class Member:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what this rank has of it."""
+        """The shape of this rank's part."""
         return tuple(self.parameter.shape) if self.spec is None else self.spec.box.sizes
 
     @property
@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A group to be."""
+    """A planned group."""
 
     name: str
     references: tuple[weakref.ref[nn.Module], ...]  # to `modules`: a model must be able to go while groups are there
@@ -78,7 +78,7 @@ def find_blueprints(
     num_ranks: int = 1,
 ) -> list[Blueprint]:
     """Return a blueprint for each group of a model whose state `num_ranks` ranks share. A parameter that several groups
-    use belongs to the root. Without an optimizer, all parameters that train are taken for its first param_group."""
+    use belongs to the root. Without an optimizer, all parameters that train are treated as one param_group."""
     param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     options = {p: index for index, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}
     named = dict(model.named_modules(remove_duplicate=False))
@@ -109,7 +109,7 @@ def find_blueprints(
 
 
 def _describe(name: str, module: nn.Module, seen: set[nn.Module | nn.Parameter]) -> Node:
-    """Return the module tree for grouping; what is shared is counted where it comes first."""
+    """Return the module tree for grouping; a shared parameter is counted in the first module that has it."""
     seen.add(module)
     own = [p for p in module._parameters.values() if p is not None and p not in seen]
     seen.update(own)
@@ -208,8 +208,8 @@ def _check_shared_storage(parameters: list[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_buffers(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Refuse a buffer over the bytes of a parameter that trains: parameters get other memory, so the buffer would keep
-    the first values."""
+    """Refuse a buffer in the memory of a parameter that trains: the parameter gets other memory, so the buffer would
+    keep its initial values."""
     buffers: dict[int, list[tuple[str, torch.Tensor]]] = {}  # by storage
     for name, buffer in model.named_buffers():
         if buffer.device.type != "meta" and buffer.layout is torch.strided and buffer.numel():

@@ -166,7 +166,7 @@ class EmptyInit(TorchDispatchMode):
         return result
 
     def _record(self, call: Any, operands: tuple[Any, Any], result: Any, written: list[torch.Tensor]) -> None:
-        """Record a call for the storages it writes or makes. One that does neither returns views: nothing to record."""
+        """Record a call for the storages it writes or makes. Other calls return views."""
         leaves = tree_leaves(operands)
         touches = list(dict.fromkeys(leaf.history for leaf in leaves if isinstance(leaf, DeferredTensor)))
         writes = list(dict.fromkeys(history for tensor in written if (history := history_of(tensor))))
@@ -208,7 +208,7 @@ class EmptyInit(TorchDispatchMode):
 
 
 class _ShownDevice(TorchFunctionMode):
-    """Shows deferred tensors on the device they were asked for, lest initialisation skip them as `orthogonal_` does."""
+    """Shows deferred tensors on the device they were asked for; otherwise `orthogonal_` would skip them."""
 
     def __init__(self, context: EmptyInit) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _ShownDevice(TorchFunctionMode):
 
 
 def _make_small_real(tensors: list[torch.Tensor]) -> None:
-    """Make masks, tables and buffers real, in place, also those that are plain attributes."""
+    """Make masks, tables and buffers real, in place, including those that are plain attributes."""
     tensors.sort(key=lambda tensor: base_of(tensor) is None)  # views first: they hold on to their base
     for tensor in tensors:
         history = history_of(tensor)
@@ -248,7 +248,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _stand_in(leaf: Any) -> Any:
-    """Return what recorded calls hold for an operand: of a real tensor a copy if it is small, else itself, which must
+    """Return what a recorded call keeps of an operand: a copy of a small real tensor, or a large one itself, which must
     not change."""
     if isinstance(leaf, torch.Generator):
         raise NotSupportedError("empty_init() cannot record draws from your own torch.Generator; leave it out")

@@ -1,9 +1,9 @@
 """A gradient that rests on disk, as a tier tensor with page checksums.
 
 It passes through host memory. `Windows` are buffers as large as the two largest gradients: one lands in a window, as a
-host gradient does in its own memory, and is written from there while the next one lands in the other. Reads and
-changes bring it back first, and work on the window. A window stays with its gradient until another gradient needs it;
-then updates that read it are waited for, and what was changed is written.
+host gradient does in its own memory, and is written from there while the next one lands in the other. Reads and changes
+first bring the gradient back into a window, and work there. A window stays with its gradient until another gradient
+needs the window. Then the updates that read it are waited for, and changes are written.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Window:
 
 
 class Windows:
-    """Host memory that gradients on disk pass through. Nothing here is called while one lands in a window, but to end
-    that."""
+    """Host memory that gradients on disk pass through. While a gradient lands in a window, only the call that ends the
+    landing is allowed."""
 
     def __init__(self, allocator: TierAllocator) -> None:
         self._host = allocator.host
@@ -45,7 +45,7 @@ class Windows:
         allocator.before_close(self._worker.stop)
 
     def expect(self, gradient: DiskGradient, num_bytes: int) -> None:
-        """Count a gradient for which memory is allocated by `fit`, or when it comes."""
+        """Count a gradient whose memory is allocated by `fit`, or when the gradient comes."""
         self._sizes[gradient] = num_bytes
 
     def fit(self) -> None:
@@ -97,13 +97,13 @@ class Windows:
         window.is_changed = False
 
     def leave(self, gradient: DiskGradient) -> None:
-        """Have a gradient on disk only."""
+        """Keep a gradient on disk only."""
         window = self._of(gradient)
         if window is not None:
             self._clear(window)
 
     def forget(self, gradient: DiskGradient) -> None:
-        """Expect a gradient no more."""
+        """Stop expecting a gradient."""
         self._sizes.pop(gradient, None)
         self.fit()
 
@@ -111,7 +111,7 @@ class Windows:
         return next((window for window in self._windows if window.gradient is gradient), None)
 
     def _take(self, num_bytes: int) -> _Window:
-        """Return the window whose turn it is, free; the first one where the other is too small."""
+        """Return the next free window, or the first window if the next is too small."""
         self.fit()
         self._turn = (self._turn + 1) % NUM_STAGING
         if self._windows[self._turn].memory.nbytes < num_bytes:
@@ -133,7 +133,7 @@ class Windows:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DiskGradient(HostGradient):
-    """One flat gradient, which rests on disk. What the base class keeps of it is a tensor without memory."""
+    """One flat gradient, which rests on disk. The base class keeps a tensor without memory."""
 
     tier = Tier.DISK
     owner: str  # of the space, for errors
@@ -158,18 +158,18 @@ class DiskGradient(HostGradient):
         self.on_disk = None
 
     def close(self) -> None:
-        """Give all space back; nothing that rests here is wanted any more."""
+        """Free all space; the gradient is not needed any more."""
         super().close()
         self.windows.forget(self)
 
     @property
     def current(self) -> torch.Tensor:
-        """The reduced gradient of the region, in a window; another gradient's `current` may take that."""
+        """The reduced gradient of the region, in a window that another gradient's `current` may take."""
         rest = self._kept()
         return rest if self.on_disk is None else self.windows.bring(self, self.on_disk)
 
     def use_sum(self) -> None:
-        """Rest as an fp32 sum from now on, and carry over what rests already."""
+        """Keep an fp32 sum from now on, and convert the present gradient."""
         if self._sum is not None:
             return
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -197,12 +197,12 @@ class DiskGradient(HostGradient):
         self.windows.write(self)
 
     def changed(self) -> None:
-        """Forget the norm, and write it again."""
+        """Forget the norm, and write the gradient again."""
         super().changed()
         self.windows.mark_changed(self)
 
     def hold(self, until: Transfer) -> None:
-        """Keep it in its window until a transfer is over."""
+        """Keep the gradient in its window until a transfer is over."""
         self.windows.hold(self, until)
 
     def copy_to(self, target: torch.Tensor, region: slice) -> None:

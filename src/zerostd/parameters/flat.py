@@ -1,10 +1,10 @@
 """One flat buffer: the parameters of a group that have one dtype and train (or are frozen) together.
 
 The parameters stay the user's own objects. Gathered, they are views into `full`; released, they show a NaN of their
-true shape. What the optimizer keeps for a region is in `StateShard`s.
-[Note: storage] autograd saves views of weights, so a released buffer keeps its storage object and only gives its memory
-back: the same views are valid again when it has been gathered anew. Writes go through `full`, whose version counter is
-its own, so autograd does not take them for the user's.
+true shape. What the optimizer keeps for a region is in `StateShard`s. [Note: storage] autograd saves views of weights,
+so a released buffer keeps its storage object and only gives its memory back: the same views are valid again when it has
+been gathered anew. Writes go through `full`, which has a separate version counter, so autograd does not mistake them
+for the user's.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Flat:
 
     @property
     def gives_back(self) -> bool:
-        """Whether a released flat takes no memory beside where it rests."""
+        """Whether a released flat takes no memory besides its home."""
         return self.is_sharded or self.rest.tier is not Tier.DEVICE
 
     def _view(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """Return one parameter's values in a gathered buffer. A DTensor keeps its local tensor, which must have a
-        version counter of its own: [Note: storage]."""
+        separate version counter: [Note: storage]."""
         interval = self.layout.intervals[index]
         view = full[interval.offset : interval.end].view(interval.shape)
         return view if self.specs[index] is None else view.data
@@ -86,22 +86,22 @@ class Flat:
         return copy if spec is None else spec.wrap(copy)
 
     def local(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        """Return what the flat holds of values that users see as one parameter's, or its gradient's or states'."""
+        """Return the part that the flat holds of a parameter, gradient or state as users see it."""
         spec = self.specs[index]
         return values if spec is None else spec.local(values)
 
     def num_copies(self, index: int, num_splits: int) -> int:
-        """Return how many of the splits have the same values of a parameter: all, if it is no DTensor."""
+        """Return how many splits have the same values of a parameter; all of them, unless it is a DTensor."""
         spec = self.specs[index]
         return num_splits if spec is None else spec.num_copies
 
     def saves(self, index: int, split: int) -> bool:
-        """Return whether this split, the first that has these values of a parameter, saves them."""
+        """Return whether this split saves a parameter: it is the first split with these values."""
         spec = self.specs[index]
         return split == 0 if spec is None else spec.is_first_copy
 
     def parameters_of(self, shard: StateShard) -> torch.Tensor | None:
-        """Return the parameters of a portion where they rest: an update writes its master there. None on disk."""
+        """Return the parameters of a portion at their home, where an update writes its master. None on disk."""
         if self.rest.tensor is None:
             return None
         mine = self.rest.tensor if self.gives_back else self.full[self.region]
@@ -115,7 +115,7 @@ class Flat:
     # Filling, when the model is prepared or moved
 
     def adopt(self, index: int, value: torch.Tensor | None) -> None:
-        """Take a parameter's values, before rounding, if they are known, and let the parameter's own memory go."""
+        """Take a parameter's values before rounding, if they are known, and free the parameter's own memory."""
         if value is not None:
             self.write_values(index, value)
         parameter = self.parameters[index]
@@ -156,7 +156,7 @@ class Flat:
         return self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
 
     def keep(self, rest: TierTensor | None, *, is_sharded: bool, has_values: bool = True) -> None:
-        """Keep what this rank needs of the values that were adopted: in `rest`, or in the gathered buffer itself."""
+        """Keep this rank's part of the adopted values, in `rest` or in the gathered buffer itself."""
         self.is_sharded = is_sharded
         self._edits.versions = self._read_versions()  # a DTensor of another dtype was exchanged
         if rest is None:
@@ -180,7 +180,7 @@ class Flat:
     # Gathering and releasing, called by the group
 
     def allocate(self) -> None:
-        """Take memory for the gathered parameters, where releasing gave it back."""
+        """Allocate memory for the gathered parameters, if a release freed it."""
         if self.gives_back and self.full.untyped_storage().nbytes() == 0:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
@@ -198,8 +198,8 @@ class Flat:
         self._renew_copies()
 
     def show_nan(self) -> None:
-        """Let parameters ask for their values when they are touched, and take no memory. What cannot ask, since it
-        goes around torch's functions, sees NaN."""
+        """Let parameters take no memory, and ask for their values when they are touched. Code that bypasses torch's
+        functions cannot ask, and sees NaN."""
         with no_torch_function():
             for parameter, spec, (_, blank, (_, _, released)) in self._with_faces():
                 (DATA.__set__ if spec is None else set_local)(parameter, blank)
@@ -209,7 +209,7 @@ class Flat:
         return zip(self.parameters, self.specs, self._faces, strict=True)
 
     def free(self) -> None:
-        """Give the gathered buffer's memory back, if parameters rest elsewhere."""
+        """Free the gathered buffer, if parameters are kept elsewhere."""
         storage = self.full.untyped_storage()
         if not self.gives_back or not storage.nbytes():
             return
@@ -256,8 +256,8 @@ class Flat:
         self.readers.clear()
 
     def keep_values(self, index: int, values: torch.Tensor, *, is_compared: bool = True) -> None:
-        """Keep what the user wrote to one parameter, all of whose values these are. Not compared with what was there,
-        they reach lower halves later."""
+        """Keep what the user wrote to one parameter; `values` are all of its values. Unless compared with the old
+        values, they reach the lower halves later."""
         self.wait_readers()
         view = self._faces[index][0]
         values = self.local(index, values)
@@ -319,7 +319,7 @@ class Flat:
 
     @property
     def awaits_commit(self) -> bool:
-        """Whether the user wrote to parameters and masters do not know yet."""
+        """Whether the user wrote to parameters whose masters have not followed yet."""
         return self._edits.awaits_commit or self.has_edits
 
     def _read_versions(self) -> list[int]:
@@ -334,9 +334,9 @@ class Flat:
         return versions
 
     def keep_all(self, full: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Keep all values of a gathered buffer: the user may have written to any. `before` are those from before.
-        Without them, the copy of a parameter that is watched tells what has changed. One that was written to unseen
-        counts as new as a whole; a copy of its values, kept from then on, tells what later writes change."""
+        """Keep all values of a gathered buffer: the user may have written to any. `before` are the earlier values.
+        Without them, the copy of a watched parameter tells what has changed. A parameter that was written to unnoticed
+        counts as new in all its elements; from then on a copy of its values tells what later writes change."""
         self.wait_readers()
         versions = self._read_versions()
         if self.gives_back:
@@ -357,8 +357,8 @@ class Flat:
         self._forget_secondary()
 
     def commit_edits(self) -> None:
-        """Let masters follow what the user wrote. They change only where the rounded value did, so what was not
-        touched loses no bits. Those whose upper half is the parameter have followed when it was kept."""
+        """Let masters follow what the user wrote. Masters change only where the rounded value did, so untouched masters
+        lose no bits. A master whose upper half is the parameter has followed already."""
         if self.has_edits and self.full.untyped_storage().nbytes():
             self.keep_all(self.full)
         if not self._edits.awaits_commit:
@@ -378,13 +378,13 @@ class Flat:
             self._edits.renew(self.full[self.region])
 
     def mark_updated(self) -> None:
-        """Note that an update changes the parameters: a graph from before must not run on new values."""
+        """Note that an update changes the parameters: backward must not run an older graph on new values."""
         torch.autograd.graph.increment_version(self.parameters)
         self._edits.versions = self._read_versions()
         self._edits.forget(*self._edits.brief)
 
     def coded_bytes(self) -> Iterator[tuple[Kind, int, int]]:
-        """Yield the states that are kept as codes: its kind, the bytes of its numbers, and those of the codes."""
+        """Yield for each kind of coded state: the kind, the bytes of its numbers, and the bytes of its codes."""
         if isinstance(self.rest.extent, PackedExtent):
             yield Kind.PARAMETERS, self.rest.extent.num_bytes, self.rest.extent.held_bytes
         for tensor in (tensor for shard in self.state_shards for tensor in shard.tensors.values()):

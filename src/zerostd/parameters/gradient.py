@@ -1,14 +1,14 @@
 """The gradient of one flat buffer: where it rests between backward and step, and in which form.
 
-With one backward pass a step it rests in the reduce dtype (2 bytes in bf16 runs); with several it is summed in fp32.
-`region` is the slice of the flat buffer this rank updates. A rank that keeps gradients whole (stages 0 and 1) has a
-buffer for all of it and reduces in place; one that shards them fills a passing buffer and keeps its region only. The
-reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may have a copy
-of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient` (host_gradient.py), and one on
-disk a `DiskGradient` (disk_gradient.py).
+With one backward pass per step it is kept in the reduce dtype (2 bytes in bf16 runs); with several it is summed in
+fp32. `region` is the slice of the flat buffer this rank updates. A rank that keeps gradients whole (stages 0 and 1) has
+a buffer for the whole flat and reduces in place. A rank that shards them fills a shared buffer and keeps its region
+only. The reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may
+have a copy of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient`
+(host_gradient.py), and one on disk a `DiskGradient` (disk_gradient.py).
 
-[Note: memory of gradients] After zero_grad() nothing rests. The next forward gives the memory back until a gradient
-lands, and has it for activations. Tensors keep their storage and only its memory goes, so views stay valid.
+[Note: memory of gradients] After zero_grad() no gradient is kept. The next forward frees the memory and can use it for
+activations until a gradient lands. Storage objects stay, so views stay valid.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ class Gradient:
 
     @property
     def is_given_back(self) -> bool:
-        """Whether it has no memory; see [Note: memory of gradients]."""
+        """Whether the gradient has no memory; see [Note: memory of gradients]."""
         return any(tensor.untyped_storage().nbytes() == 0 for tensor in self._memories)
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """All tensors on the device that it has."""
+        """All tensors of the gradient on the device."""
         kept = self._memories if self.tier is Tier.DEVICE else []
         return kept if self._unsynced is None else [*kept, self._unsynced]
 
     @property
     def _memories(self) -> list[torch.Tensor]:
-        """The tensors on the device that it rests in, one for each storage."""
+        """The tensors that keep the gradient on the device, one for each storage."""
         tensors = (self._rest if self.whole is None else self.whole, self._sum)
         return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
 
     def give_back(self) -> None:
-        """Give the memory back: what it holds is not needed, and no update reads it. What a numpy array uses stays."""
+        """Free the memory, which is not needed and which no update reads, unless a numpy array uses it."""
         for tensor in self._memories:
             if tensor.untyped_storage().resizable():
                 self._free(tensor)
@@ -84,7 +84,7 @@ class Gradient:
         self._has_landed = [False] * len(self._has_landed)
 
     def take_memory(self) -> None:
-        """Take memory again, if it was given back. Only padding is zero then: all else is about to be written."""
+        """Allocate memory again, if it was freed. Only padding is zeroed: the rest is about to be written."""
         for tensor in self._memories:
             if tensor.untyped_storage().nbytes() == 0:
                 tensor.untyped_storage().resize_(tensor.nbytes)
@@ -102,21 +102,21 @@ class Gradient:
 
     @property
     def is_summed(self) -> bool:
-        """Whether it rests as an fp32 sum."""
+        """Whether it is kept as an fp32 sum."""
         return self._sum is not None
 
     @property
     def rest_dtype(self) -> torch.dtype:
-        """The dtype it rests in now."""
+        """The dtype it is kept in now."""
         return self.dtype if self._sum is None else self._sum.dtype
 
     @property
     def current(self) -> torch.Tensor:
-        """The reduced gradient of the region, in the form it rests in."""
+        """The reduced gradient of the region, in the dtype it is kept in."""
         return self._kept()
 
     def _kept(self) -> torch.Tensor:
-        """Return the memory of the gradient; the first call allocates that."""
+        """Return the memory of the gradient; the first call allocates it."""
         if self._sum is not None:
             return self._sum
         if self._rest is None:
@@ -125,7 +125,7 @@ class Gradient:
         return self._rest
 
     def use_sum(self) -> None:
-        """Rest as an fp32 sum from now on, and carry over what rests already."""
+        """Keep an fp32 sum from now on, and convert the present gradient."""
         if self._sum is None:
             self._sum = self._allocate_rest(torch.promote_types(self.dtype, torch.float32))
             if self._rest is not None:
@@ -138,14 +138,14 @@ class Gradient:
             self._note_form()
 
     def _note_form(self) -> None:
-        """Enter in the ledger in which form gradients rest."""
+        """Enter in the ledger in which dtype gradients are kept."""
         form = "float32 (summed over several backward passes)"
         if self._sum is None:
             form = f"{str(self.dtype).removeprefix('torch.')} (one backward pass a step)"
         self.allocator.ledger.gradient_form = form
 
     def close(self) -> None:
-        """Give all memory back; nothing that rests here is wanted any more."""
+        """Free all memory; the gradient is not needed any more."""
         self.arrived.synchronize()
         if self._sum is not None:
             self._free(self._sum)
@@ -173,8 +173,8 @@ class Gradient:
     # Landing, called by the reducer
 
     def fill(self, buffer: torch.Tensor, arrived: Arrived, wanted: Sequence[bool]) -> None:
-        """Write what this pass brought into `buffer`, with what earlier passes under no_sync left and is still wanted;
-        parameters without a gradient count as zero."""
+        """Write the gradients of this pass into `buffer`, plus those of earlier passes under no_sync that are still
+        wanted. Parameters without a gradient count as zero."""
         _write(self._views_of(buffer), arrived)
         self._zero_gaps(buffer)
         if self._unsynced is not None:
@@ -188,8 +188,8 @@ class Gradient:
             self._unsynced = None
 
     def prepare_landing(self, wanted: Sequence[bool]) -> bool:
-        """Make ready for a pass to land; True if it must be added to what rests. `wanted` says by parameter whether
-        the gradient of earlier passes is."""
+        """Prepare for the gradients of a pass; return True if they must be added to the present ones. `wanted` says for
+        each parameter whether the gradient of earlier passes still counts."""
         self.take_memory()
         keep = [is_wanted and has_landed for is_wanted, has_landed in zip(wanted, self._has_landed, strict=True)]
         self._has_landed = [True] * len(keep)
@@ -210,7 +210,7 @@ class Gradient:
         return self.current
 
     def close_landing(self, landed: torch.Tensor) -> None:
-        """Send what was written, as far as the current stream is concerned, to where it rests."""
+        """Send the gradient, which the current stream has written, to its home."""
 
     def fold(self, *, accumulate: bool) -> None:
         """Add what was reduced in place to the fp32 sum."""
@@ -223,7 +223,7 @@ class Gradient:
         self.close_landing(total)
 
     def land_here(self, arrived: Arrived, *, accumulate: bool) -> None:
-        """Land without a reduce, in a world of one: straight to rest, no buffer between."""
+        """Land without a reduce, in a world of one: straight to its home, without a buffer."""
         target = self.open_landing(accumulate=accumulate)
         views = self._views_of(target)
         if accumulate:
@@ -252,7 +252,7 @@ class Gradient:
                 self._has_landed[index] = self._has_landed[index] and wanted[index]
 
     def resume(self, index: int, *, has_landed: bool) -> None:
-        """Take the gradient of one parameter for one that has landed, or for one that is not there."""
+        """Treat the gradient of one parameter as landed, or as missing."""
         if has_landed and self.is_given_back:
             self.take_memory()
             self.current.zero_()
@@ -260,12 +260,12 @@ class Gradient:
         self.changed()
 
     def changed(self) -> None:
-        """Drop everything derived from the gradient: its norm, and the host's copy."""
+        """Drop everything derived from the gradient: its norm and the host's copy."""
         if self.host_copy is not None:
             self.host_copy.is_current = False
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view per parameter into a buffer of the flat's length; kept, since buffers are few."""
+        """Return a view per parameter into a buffer of the flat's length. Views are kept, because buffers are few."""
         place = _place_of(buffer)
         views = self._views.get(place)
         if views is None or views[0].dtype != buffer.dtype:
@@ -276,18 +276,18 @@ class Gradient:
     # Reading, called by the optimizer
 
     def wait_landed(self) -> torch.Tensor:
-        """Return the gradient when it is where it rests. Holds the host if that is the host."""
+        """Return the gradient when it is at its home. Blocks the host if the home is the host."""
         self.arrived.synchronize()
         return self.current
 
     def tier_tensor(self) -> TierTensor:
-        """Return the gradient as a tier tensor, when it is where it rests."""
+        """Return the gradient as a tier tensor, when it is at its home."""
         rest = self.wait_landed()
         is_on_host = self.tier is not Tier.DEVICE and rest.device.type == "cpu"
         return TierTensor(rest.numel(), rest.dtype, Tier.HOST if is_on_host else Tier.DEVICE, rest)
 
     def hold(self, until: Transfer) -> None:
-        """Keep what `current` returned until a transfer is over, where another gradient could take that memory."""
+        """Keep the memory that `current` returned until a transfer is over, if another gradient could take it."""
 
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
         """Return the norm of the region, or of a part of it: fp32, on the device."""
@@ -295,7 +295,7 @@ class Gradient:
         return vector_norm(gradient if part is None else gradient[part], order).to(self.allocator.device)
 
     def norms(self, order: float, parts: Sequence[slice]) -> torch.Tensor:
-        """Return the norms of parts of the region, with one launch: fp32, on the device."""
+        """Return the norms of parts of the region, in one launch: fp32, on the device."""
         gradient = self.wait_landed()
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         norms = foreach_norm([gradient[part] for part in parts], order, dtype)
@@ -307,13 +307,13 @@ class Gradient:
             self.host_copy.send(self.current)
 
     def change_host_copy(self, copy: HostGradientCopy | None) -> None:
-        """Let the CPU read other parts of it, or none."""
+        """Let the CPU read other parts of the gradient, or none."""
         if self.host_copy is not None:
             self.host_copy.close()
         self.host_copy = copy
 
     def host_view(self, part: slice) -> tuple[torch.Tensor, Transfer]:
-        """Return a part of the region in host memory, and its transfer there, which is started if it was not."""
+        """Return a part of the region in host memory, and its transfer there, which is started if necessary."""
         if self.host_copy is None:
             return self.current[part], self.arrived
         self.send_host_copy()
@@ -357,8 +357,8 @@ class HostGradientCopy:
         self.is_current = True
 
     def copy_of(self, part: slice, *, upload: Transfer | None = None) -> torch.Tensor:
-        """Return the copy of elements of the region, all of which lie in one of the parts. With `upload` the caller has
-        read it and writes something else there, which is needed until that transfer is over."""
+        """Return the copy of elements of the region, all of which lie in one of the parts. With `upload`, the caller
+        has read the copy and now writes other data there, which is needed until that transfer is over."""
         if upload is not None:
             self._uploads.append(upload)
         for whole, copy in zip(self.parts, self._copies, strict=True):
@@ -367,7 +367,7 @@ class HostGradientCopy:
         raise AssertionError(f"elements {part.start} to {part.stop} have no copy on the host")
 
     def drop_overwritten(self) -> None:
-        """Expect no gradient in what was overwritten: all updates that read it have been started."""
+        """Stop expecting a gradient in overwritten memory: all updates that read it have been started."""
         if self._uploads:
             self.is_current = False
 
@@ -385,12 +385,12 @@ def vector_norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _place_of(buffer: torch.Tensor) -> tuple[int, int]:
-    """Return which memory a tensor is a view of, and from where on, whether or not it is there now."""
+    """Return which memory a tensor is a view of, and its offset there; the memory may be freed."""
     return storage_of(buffer), int(buffer.storage_offset())
 
 
 def _write(views: list[torch.Tensor], arrived: Arrived) -> None:
-    """Copy what arrived with one launch; zero the rest."""
+    """Copy what arrived in one launch; zero the rest."""
     targets = [view for view, grad in zip(views, arrived, strict=True) if grad is not None]
     if targets:
         foreach_copy_(targets, [grad for grad in arrived if grad is not None])

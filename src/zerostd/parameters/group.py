@@ -1,6 +1,6 @@
 """A group: parameters that are gathered, released, reduced and updated together.
 
-Hooks, the gatherer, the optimizer and checkpoints call its verbs and say when; how it is done is decided here. The
+Hooks, the gatherer, the optimizer and checkpoints decide when to call its methods; how they work is decided here. The
 states and the only moves between them:
 
     RELEASED --start_gather--> GATHERING --wait_gather--> GATHERED --release--> RELEASED
@@ -71,18 +71,18 @@ class Group:
 
     @property
     def is_updated_later(self) -> bool:
-        """Whether its updates go on after the step has returned."""
+        """Whether its updates continue after the step has returned."""
         return any(not shard.is_resident for flat in self.flats for shard in flat.state_shards)
 
     @property
     def ends_in_backward(self) -> bool:
-        """Whether something is done when backward needs it no more: it is released, updated, or its gradient freed."""
+        """Whether the group is released or updated, or its gradient freed, when backward no longer needs it."""
         frees = any(flat.gradient is not None and not flat.gradient.is_kept for flat in self.flats)
         return frees or self.gives_back or self.is_updated_later
 
     @property
     def is_in_slices(self) -> bool:
-        """Whether ranks update different slices of it, so that an update must be gathered again."""
+        """Whether ranks update different slices of the group, so that it must be gathered after an update."""
         return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in self.trainable)
 
     @property
@@ -92,8 +92,8 @@ class Group:
 
     @property
     def gather_name(self) -> str:
-        """The name of its gather in errors. It says if the gather is inside the node: a rank that alone wrote to
-        parameters is in another gather than its peers."""
+        """The name of its gather in errors. The name says if the gather is inside the node: if one rank alone wrote to
+        parameters, it is in another gather than its peers."""
         is_inside = bool(self.flats) and all(flat.secondary and flat.secondary.is_current for flat in self.flats)
         return f"the gather of group {self.name!r}{' inside the node' if is_inside else ''}"
 
@@ -101,7 +101,7 @@ class Group:
 
     def start_gather(self, *, at_once: bool = False) -> None:
         """Start filling the buffers of a released group, when its updates are done. If the device has no memory for
-        them it takes none. With `at_once` nothing else uses the link, see `Uploader.upload`."""
+        them it takes none. With `at_once`, nothing else uses the link; see `Uploader.upload`."""
         assert self.state is GroupState.RELEASED, f"group {self.name!r} is {self.state.name}: it cannot be gathered"
         self.wait_updates()
         world = self._wires.world
@@ -125,8 +125,8 @@ class Group:
         self.state = GroupState.GATHERING
 
     def _gather(self, flat: Flat, full: torch.Tensor, *, to_compute: bool, at_once: bool = False) -> Transfer:
-        """Bring this rank's part of a flat to the device, and from there to all ranks. What is only computed with may
-        be rounded on the way, and may come from secondary shards."""
+        """Bring this rank's part of a flat to the device, and from there to all ranks. Values for computing may be
+        rounded on the way, and may come from secondary shards."""
         if to_compute and flat.secondary is not None and flat.secondary.is_current:
             return flat.secondary.gather(full)
         world = self._wires.world
@@ -141,7 +141,7 @@ class Group:
         return self._wires.gather_weights(full, mine) if to_compute else self._wires.gather(full, mine)
 
     def copy(self) -> dict[Flat, torch.Tensor]:
-        """Return the values of a group that rests elsewhere, in memory of their own. Every rank must call it."""
+        """Return the values of a group that is kept elsewhere, in new memory. Every rank must call it."""
         self.wait_updates()
         copies = {flat: torch.empty_like(flat.full) for flat in self.flats}
         for transfer in [self._gather(flat, full, to_compute=False) for flat, full in copies.items()]:
@@ -149,7 +149,7 @@ class Group:
         return copies
 
     def keep_edits(self) -> None:
-        """Keep what the user wrote in place to parameters that show their values, before these are given back."""
+        """Keep what the user wrote in place to parameters that show their values, before their memory is freed."""
         for flat in self.flats:
             if flat.has_edits:
                 self.check_exact(flat)
@@ -163,7 +163,7 @@ class Group:
             flat.commit_edits()
 
     def check_exact(self, flat: Flat) -> None:
-        """Refuse an edit of values that were rounded on the wire: keeping it would keep the rounding of all others."""
+        """Refuse an edit of values that were rounded on the wire: it would make the other rounded values permanent."""
         if self.state is GroupState.GATHERED and flat.is_sharded and self._wires.rounds_weights:
             raise MisuseError(
                 f"{flat.layout.intervals[0].name!r} or a parameter of its group was changed inside forward, where "
@@ -222,14 +222,14 @@ class Group:
 
     def expire(self) -> None:
         """Let parameters show NaN until the values that an update is writing are here. For groups that stay on the
-        device: where ranks update slices of it, they have to be gathered; else waiting for the updates is enough."""
+        device: if ranks update slices, the group is gathered again; otherwise it waits for updates."""
         assert not self.gives_back and not self.gathers, f"group {self.name!r} is released instead, or is in flight"
         for flat in self.flats:
             flat.show_nan()
         self.state = GroupState.RELEASED if self.is_in_slices else GroupState.GATHERING
 
     def hide(self) -> None:
-        """Let parameters show NaN while their memory is given to others. A graph from before cannot run any more."""
+        """Let parameters show NaN while others use their memory. Backward through an older graph then fails."""
         for flat in self.flats:
             flat.show_nan()
             flat.mark_updated()
@@ -243,7 +243,7 @@ class Group:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Note that its values are held inside the context: it cannot be updated there."""
+        """Note that the group's values are held inside the context: it cannot be updated there."""
         self.num_pins += 1
         try:
             yield
@@ -285,8 +285,8 @@ class Group:
         self.in_backward = False
 
     def await_inputs(self, forward: object) -> None:
-        """Note a forward whose inputs will get gradients: when they have, backward has passed it. It counts for as
-        long as it is alive: the hooks on its inputs hold it, and they go with their graph."""
+        """Note a forward whose inputs will get gradients; backward has passed it when they have them. Hooks on its
+        inputs keep the noted forward alive, until their graph is freed."""
         self._has_inputs = True
         self._awaited.add(forward)
 
@@ -296,7 +296,7 @@ class Group:
 
     @property
     def is_passed(self) -> bool:
-        """Whether backward has passed all its forwards. False where inputs get no gradient: there is no sign then."""
+        """Whether backward has passed all forwards of the group. False if inputs get no gradient."""
         return self._has_inputs and not self._awaited
 
     def end_pass(self, *, is_backward: bool) -> None:

@@ -2,9 +2,8 @@
 
 A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None`
 means that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
-has one adds to it. Everything else is passed on to `ops`, the `Gradients` of the model (optimizers/gradients.py):
-changes element by element reach this rank's part, and whatever else asks for the gradient is lent all of it: every rank
-must ask.
+has one adds to it. Everything else is passed on to `ops`, the `Gradients` of the model (optimizers/gradients.py).
+Element-wise changes reach this rank's part. Any other use gets the whole gradient, so every rank must make it.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class GradientHandle(torch.Tensor):
         return incoming
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only a DTensor has, such as `full_tensor`: all ranks must ask."""
+        """Return an attribute that only a DTensor has, such as `full_tensor`; all ranks must ask for it."""
         spec = self.__dict__.get("spec")
         if spec is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

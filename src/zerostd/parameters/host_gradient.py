@@ -2,7 +2,7 @@
 
 Where the device has memory of its own, the gradient lands in staging on the device, where its norm is taken, and goes
 down from there; a later pass brings it up again to add to it. Without staging, device and host have the same memory and
-nothing is copied. `Staging` is also what the reducer has on the way to the wires.
+nothing is copied. The reducer uses `Staging` too, on the way to the wires.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Staging:
         self._free[number] = until
 
     def give_back(self) -> None:
-        """Give the memory back. What passes through must have left before it can be another tensor's."""
+        """Free the memory. Gradients in it must have left before another tensor can use it."""
         for free in self._free:
             free.wait()
         self._free = [Done() for _ in range(NUM_STAGING)]
@@ -90,7 +90,7 @@ class HostGradient(Gradient):
         self._events = self.allocator.host.events
 
     def give_back(self) -> None:
-        """Keep the memory: pinning it again would hold up every step."""
+        """Keep the memory: pinning it again would delay every step."""
 
     def take_memory(self) -> None:
         """Do nothing: the memory is there."""
@@ -102,7 +102,7 @@ class HostGradient(Gradient):
         self.allocator.host.free(tensor)
 
     def reserve(self) -> None:
-        """Take host memory and staging now: pinning memory in the middle of a step would hold it up."""
+        """Allocate host memory and staging now: pinning memory in the middle of a step would delay the step."""
         num_bytes = self._kept().nbytes
         if self.staging is not None:
             self.staging.reserve([num_bytes] * NUM_STAGING, self.allocator.device, self.allocator.ledger)
@@ -124,7 +124,7 @@ class HostGradient(Gradient):
         return buffer
 
     def close_landing(self, landed: torch.Tensor) -> None:
-        """Take the norm of what landed, and start its way down."""
+        """Take the norm of the gradient that landed, and start copying it down."""
         if self.staging is None:
             return
         rest = self.current
@@ -141,13 +141,13 @@ class HostGradient(Gradient):
         self._norm = None
 
     def norm(self, order: float, part: slice | None = None) -> torch.Tensor:
-        """Return the norm of the region, or of a part of it. That of what landed last is known."""
+        """Return the norm of the region, or of a part of it. The norm of the gradient that landed last is known."""
         if part is None and self._norm is not None and order == 2.0:
             return self._norm
         return super().norm(order, part)
 
     def copy_to(self, target: torch.Tensor, region: slice) -> None:
-        """Send a part to the device and convert it there: one copy that does both would hold the host."""
+        """Send a part to the device and convert it there: a copy that does both would block the host."""
         part = self.current[region]
         if self.staging is None:
             target.copy_(part)

@@ -1,7 +1,7 @@
 """What checkpoints save of a flat: where the values of each parameter, of its states and its gradient are kept.
 
-Intervals are elements of one flattened tensor. Where a parameter is a DTensor, what is here is a box of a larger
-tensor, and the interval says which.
+Intervals are elements of one flattened tensor. If a parameter is a DTensor, this rank has a box of a larger tensor, and
+the interval says which.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class SavedInterval:
         return slice(self.offset, self.offset + self.stop - self.start)  # of the tier tensor
 
     def copied(self) -> SavedInterval:
-        """Return the same with the values of now, in host memory of its own: they are there when the work that is
-        queued on their device is done, and later work does not change them."""
+        """Return the interval with a copy of the present values in new host memory. The copy is complete when the work
+        that is queued on the device is done, and later work does not change it."""
         halves = self.column if isinstance(self.column, SplitTensor) and self.column.tier is not Tier.DISK else None
         values = self.read(0, self.stop - self.start) if halves is None else halves.high.read(self.place)
         copy = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
@@ -87,7 +87,7 @@ def tensor_interval(kind: str, of: str, tensor: torch.Tensor, state: str = "") -
 
 
 def pieces_in(mine: slice, flat: Flat, pieces: Iterable[Piece] | None = None) -> list[Piece]:
-    """Return what lies in `mine` of pieces of a trained flat's region, of all of them if none are given."""
+    """Return the parts of pieces of a trained flat's region that lie in `mine`; of all pieces if none are given."""
     pieces = flat.layout.pieces(flat.region) if pieces is None else pieces
     parts = [piece.within(mine.start - flat.region.start, mine.stop - flat.region.start) for piece in pieces]
     return [part for part in parts if part is not None]

@@ -1,7 +1,7 @@
 """Lent tensors: users read and write the values of parameters, gradients and optimizer states, wherever these are kept.
 
 A `LentTensor` knows its source. A function of torch that takes one gets the present values. If the function writes to
-them, the source keeps the result at once. This holds for views too: `p.data[0].zero_()` and
+them, the source keeps the result at once. This is true for views too: `p.data[0].zero_()` and
 `optimizer.state[p]["exp_avg"].mul_(0.5)` do what they do in torch. Results in other memory are plain tensors.
 """
 
@@ -24,7 +24,7 @@ class Source(Protocol):
     """Where lent values are kept."""
 
     def read(self) -> torch.Tensor:
-        """Return all values of now, outside autograd, in memory that `write` can be given."""
+        """Return all present values, outside autograd, in memory that can be passed to `write`."""
         ...
 
     def write(self, whole: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class Lender(torch.Tensor):
-    """A tensor whose values are elsewhere: functions of torch that touch it get what stands in for it."""
+    """A tensor whose values are elsewhere: functions of torch that take it get a substitute."""
 
     @property
     def source(self) -> Source | None:
@@ -81,7 +81,7 @@ class LentTensor(Lender):
         set_data(self, whole)
 
     def keep(self) -> None:
-        """Become a tensor of its own, with the values of now."""
+        """Become an ordinary tensor with the present values."""
         if self.source is not None:
             set_data(self, self.stand_in(self.source.read()).clone())
             self.lender = None
@@ -128,8 +128,8 @@ class _Argument:
 
 
 def call_with_values(func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor] = ()) -> Any:
-    """Call a function of torch with the values of what is lent among its arguments, and keep what it writes: version
-    counters tell, or `written` where torch does not count."""
+    """Call a function of torch with the values of its lent arguments, and keep what it writes. Version counters tell
+    which arguments it wrote to, or `written` where torch does not count."""
     if func in METADATA:
         with no_torch_function():
             return func(*args, **kwargs)

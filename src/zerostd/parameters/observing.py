@@ -1,4 +1,4 @@
-"""The moments of training at which others may look on: the adapter, the recorder, a checkpoint on its way."""
+"""The moments of training at which observers are called: the adapter, the recorder, pending checkpoints."""
 
 from __future__ import annotations
 

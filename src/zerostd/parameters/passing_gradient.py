@@ -1,7 +1,7 @@
 """A gradient that is freed as soon as its group is updated, inside backward.
 
-It rests on the device from its reduce to its update, so only a few groups have one at a time. `optimizers/passing.py`
-says when it is freed. Nobody can read it after that, and the next pass cannot add to it.
+It is on the device from its reduce to its update, so only a few groups have a gradient at a time.
+`optimizers/passing.py` says when it is freed. Nobody can read it after that, and the next pass cannot add to it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class PassingGradient(Gradient):
         self._readers.append(until)
 
     def free(self) -> None:
-        """Give the memory back. The device first waits for the updates that read it; the host does so only for what
-        they have yet to put into its queues."""
+        """Give the memory back. The device first waits for the updates that read the gradient. The host waits only
+        until those updates have queued their work."""
         for reader in self._readers:
             reader.wait()
         self._readers.clear()
@@ -49,7 +49,7 @@ class PassingGradient(Gradient):
         self._is_freed = True
 
     def prepare_landing(self, wanted: Sequence[bool]) -> bool:
-        """Make ready for a pass to land, which nothing may be added to."""
+        """Prepare for a pass to land; no other pass may be added to it."""
         if self._is_freed and any(wanted):
             raise MisuseError(
                 f"a backward pass would add to the gradient of {self.layout.intervals[0].name!r} or of another "
@@ -60,12 +60,12 @@ class PassingGradient(Gradient):
         return super().prepare_landing(wanted)
 
     def resume(self, index: int, *, has_landed: bool) -> None:
-        """Take a gradient that was given for one that has landed."""
+        """Treat a given gradient as landed."""
         self._is_freed = self._is_freed and not has_landed
         super().resume(index, has_landed=has_landed)
 
     def wait_landed(self) -> torch.Tensor:
-        """Return the gradient when it is where it rests; raise if it was freed."""
+        """Return the gradient when it has landed; raise if it was freed."""
         if self._is_freed:
             raise MisuseError(
                 f"the gradient of {self.layout.intervals[0].name!r} was freed when its group was updated inside "

@@ -79,8 +79,8 @@ VIEWS += ["split", "t", "transpose", "permute", "squeeze", "unsqueeze", "unflatt
 
 
 def _watched(name: str) -> Callable[..., Any]:
-    """Return a method of torch.Tensor that tells before it writes to a parameter, or gives a view outside autograd.
-    Where a parameter is half of its master, its only copy would otherwise be overwritten unnoticed."""
+    """Return a method of torch.Tensor that gives notice before it writes to a parameter, or returns a view outside
+    autograd. If a parameter is half of its master, its only copy would otherwise be overwritten unnoticed."""
     is_view = name in VIEWS
 
     def call(self: PreparedParameter, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class PreparedParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Take the values, and lend them to the tensor that they are from: in torch the two share memory. Tensors that
+        """Take the values of a tensor, and lend them back to that tensor: in torch the two share memory. Tensors that
         were lent before keep the old values."""
         if values.shape != self.shape or values.dtype != self.dtype or values.device != self.device:
             raise MisuseError(
@@ -269,8 +269,8 @@ class _Read(torch.autograd.Function):
 
 
 class ReleasedDTensor(ReleasedParameter):
-    """A parameter that is a DTensor, and whose values are elsewhere. One that shows its values is of torch's own class,
-    for which torch has a faster way, and which alone it takes."""
+    """A parameter that is a DTensor, and whose values are elsewhere. A DTensor that shows its values is of torch's own
+    class, because torch dispatches on no other."""
 
     def _brought(self) -> Any:
         values = self.source.access.read(self)
@@ -278,7 +278,7 @@ class ReleasedDTensor(ReleasedParameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Refused: what is written to it would be lost."""
+        """Refuse: what is written to it would be lost."""
         raise MisuseError(
             "p.data of a DTensor that is not gathered: read it with p.detach(), write to it with p.copy_(values) "
             "under torch.no_grad(), or use zerostd.gathered(module)"
@@ -318,7 +318,7 @@ def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[
 
 
 def separate_counters(parameters: Sequence[nn.Parameter]) -> None:
-    """Give parameters that share a version counter, as those made from views of one tensor do, one of their own."""
+    """Give separate version counters to parameters that share one, as parameters made from views of one tensor do."""
     real = [parameter for parameter in parameters if parameter.device.type != "meta"]
     before = [version_of(parameter) for parameter in real]
     torch.autograd.graph.increment_version(real)

@@ -3,10 +3,10 @@
 `empty_init()` (deferred.py) records calls on storages that have no memory; `replay` makes such a storage real later.
 
 [Note: histories belong to storages] A parameter, its `.data` and its views are tensors on one storage, so calls name
-operands by storage and layout. Views need no record, and the history hangs on the storage object, which torch keeps
-with the storage: nothing on the user's parameters, no registry, nothing to clean up.
-[Note: each storage draws its own numbers] The k-th storage of a context that draws, draws from `seed + k`. A value
-depends on calls and seed alone, not on what else is made, and a copy equals what it was copied from.
+operands by storage and layout. Views need no record. The history is an attribute of the storage object, which torch
+keeps with the storage, so there is nothing on the user's parameters, no registry and nothing to clean up. [Note: each
+storage draws its own numbers] The k-th storage of a context that draws, draws from `seed + k`. A value depends only on
+its calls and the seed, not on other tensors, and a copy equals its original.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Secondary shards: what a rank keeps of a gathered flat buffer, so that further gathers stay inside its node.
 
-A gather from all ranks fills the buffer, and this rank keeps a slice of it: as long as the buffer over the ranks of
+A gather from all ranks fills the buffer, and this rank keeps a slice of it: the buffer's length divided by the ranks of
 the node. Until values change, a gather takes these slices, and nothing crosses from node to node. Group says when.
 
     STALE --await_values--> AWAITED --keep--> CURRENT --forget--> STALE
 
 [Note: the same on all ranks] A rank whose secondary shard is stale gathers from all ranks, which must then do the same.
-So only what all ranks do alike changes the state: gathers, steps, and writes to parameters. Memory that is short, or a
-model that sleeps on one rank, does not.
+So only actions that all ranks take change the state: gathers, steps, and writes to parameters. Short memory, or a model
+that sleeps on one rank, does not.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SecondaryShard:
 
     @property
     def is_current(self) -> bool:
-        """Whether a gather can take it."""
+        """Whether a gather can use it."""
         return self._state is SecondaryState.CURRENT
 
     def await_values(self) -> None:
-        """Take memory for what the gather brings that begins now, unless this one needs none."""
+        """Allocate memory for the values of the gather that begins now, unless it needs none."""
         if self.is_current:
             return
         storage = self.values.untyped_storage()
@@ -65,7 +65,7 @@ class SecondaryShard:
         return self._wires.gather(full, self.values)
 
     def forget(self) -> None:
-        """Note that parameters change. Keep the memory: a gather may still read it."""
+        """Note that parameters change. The memory stays, because a gather may still read it."""
         self._state = SecondaryState.STALE
 
     def give_back(self) -> None:

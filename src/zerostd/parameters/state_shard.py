@@ -1,8 +1,8 @@
 """What the optimizer keeps for a stretch of a region: the master and the states, in one tier and updated by one route.
 
-The master of a bf16 parameter is kept as two halves of 16 bits (`kernels.Split`). The upper half is the parameter as
-the model computes with it, so where the parameter is at hand for the update, the parameter itself is that half and only
-the lower one is kept. Elsewhere the shard has an upper half of its own. Other masters are one fp32 tensor, or wider.
+The master of a bf16 parameter is kept as two halves of 16 bits (`kernels.Split`). The upper half equals the parameter
+that the model computes with. If the update can read the parameter, the parameter itself is that half, and only the
+lower half is kept here. Otherwise the shard has a separate upper half. Other masters are one fp32 tensor, or wider.
 States may be kept as codes of 8 bits (`kernels.Moment`).
 """
 
@@ -48,19 +48,19 @@ class SplitTensor(TierTensor):
         return kernels.join(Split(self.high.read(part).to(low.device), low))
 
     def write(self, part: slice, values: torch.Tensor) -> None:
-        """Write numbers to a part of both halves, and so to the parameter if it is the upper one."""
+        """Write numbers to a part of both halves, and so to the parameter if it is the upper half."""
         halves = kernels.split(values.to(torch.float32))
         self.high.write(part, halves.high)
         self.low.write(part, halves.low)
 
     def start_read(self, start: int, target: torch.Tensor) -> Transfer:
-        """Read into memory, from element `start`; done when it returns."""
+        """Read into memory from element `start`; the read is complete on return."""
         values = target.view(torch.float32)
         values.copy_(self.read(slice(start, start + values.numel())))
         return Done()
 
     def start_write(self, start: int, source: torch.Tensor) -> Transfer:
-        """Write from memory, to element `start`; done when it returns."""
+        """Write from memory to element `start`; the write is complete on return."""
         values = source.view(torch.float32)
         self.write(slice(start, start + values.numel()), values)
         return Done()
@@ -104,7 +104,7 @@ class CodedTensor(TierTensor):
 
 
 def _records(part: slice) -> slice:
-    """Return the bytes of the records of a part, which starts with a block."""
+    """Return the bytes of the records of a part that starts at a block."""
     return slice(Moment.num_bytes(part.start), Moment.num_bytes(part.stop))
 
 
@@ -174,7 +174,7 @@ class StateShard:
         return any(isinstance(tensor, CodedTensor) for tensor in self.tensors.values())
 
     def commit_speculative(self) -> None:
-        """Make the spare tensors, which a speculative update has written, the true ones."""
+        """Make the spare tensors, which a speculative update has written, the current ones."""
         self.tensors, self.spare = self.spare, self.tensors
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, slice]]:
@@ -184,8 +184,8 @@ class StateShard:
                 yield part, part.place_from(self.start)
 
     def wait_landed(self) -> None:
-        """Hold the host until the last update is back in `tier`. Its new parameters may have been used long before.
-        Whoever reads or writes the tensors beside updates calls this first: later bytes would be overwritten by it."""
+        """Block the host until the last update has arrived in `tier`; its new parameters may have been used long
+        before. Call this before reading or writing the tensors outside updates."""
         self.landed.synchronize()
 
     def read_master(self) -> torch.Tensor:
@@ -195,8 +195,8 @@ class StateShard:
 
 
 def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: torch.Tensor | None) -> None:
-    """Let masters be exactly the parameters that a user wrote, from element `start` of the region, where they differ
-    from `old`; everywhere if that is None. The lower halves of masters whose upper halves they are become zero."""
+    """Set masters to exactly the parameters that a user wrote, from element `start` of the region, where they differ
+    from `old`; everywhere if `old` is None. The lower halves of split masters become zero."""
     for shard in shards:
         low = max(start, shard.start)
         high = min(start + new.numel(), shard.stop)
@@ -216,8 +216,8 @@ def clear_low(shards: Iterable[StateShard], start: int, new: torch.Tensor, old: 
 
 @dataclass(eq=False)
 class Edits:
-    """What tells that users wrote to parameters in place: version counters, and copies of parameters on the device that
-    are upper halves of masters, from before they were written to. The copies tell which elements changed."""
+    """Detects in-place writes of users to parameters: by version counters, and by earlier copies of parameters on the
+    device that are upper halves of masters. The copies show which elements changed."""
 
     ledger: Ledger
     versions: list[int]  # of the parameters, when edits were kept last

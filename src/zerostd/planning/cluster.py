@@ -1,5 +1,5 @@
 """Models on machines that need not be here: a plan from two profiles, many world sizes side by side, and the bytes that
-a rank holds and sends by closed form. A cluster is a machine profile, of one rank in one of its nodes, with its wires.
+a rank holds and sends, by closed form. A cluster is the machine profile of one rank, with its wires.
 
 Working memory is counted in large parts only: gathered groups and what gradients pass through. `zerostd.plan` counts a
 module's to the byte.
@@ -109,8 +109,8 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
 
 
 def _replicas_of(machine: MachineProfile, world_size: int) -> list[int]:
-    """Return the numbers of replicas worth trying: those whose ranks have a faster wire among themselves, and then one,
-    whose refusal is the one that counts."""
+    """Return the numbers of replicas worth trying: those whose ranks share a faster wire, and then one replica, whose
+    refusal is reported."""
     wire = wire_of(machine.wires, world_size)
     faster = [
         inner.ranks
@@ -137,7 +137,7 @@ def _divided(model: ModelProfile, use: TrainingOptions) -> list[tuple[int | None
 
 
 def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
-    """Return samples in a pass and passes: all that make the batch, or some, even on a scale of powers."""
+    """Return divisions of a batch into samples in a pass and passes: all, or a selection at equal ratios."""
     small = [size for size in range(1, math.isqrt(batch) + 1) if batch % size == 0]
     sizes = sorted({*small, *(batch // size for size in small)})
     if len(sizes) > most:
@@ -147,7 +147,7 @@ def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
 
 
 def shortest(counted: Sequence[Counted]) -> Counted:
-    """Return the shortest, but for almost the same time at the same stage more samples in a pass, or fewer replicas."""
+    """Return the shortest; of nearly equal ones at a stage, that with more samples a pass or fewer replicas."""
     best = min(counted, key=lambda each: each.seconds)
     most_s = best.seconds * (1 + ALMOST)
     stage = best.solution.request.stage
@@ -161,7 +161,7 @@ def shortest(counted: Sequence[Counted]) -> Counted:
 
 
 def table(counted: Sequence[Counted], refused: Sequence[Refusal], chosen: Counted) -> str:
-    """Return the divisions of a batch that were tried, in lines; of each the best stage."""
+    """Return the divisions of a batch that were tried, a line each, with the best stage."""
     outcomes = {}
     for request, error in refused:
         match = MISSING.search(str(error))
@@ -171,7 +171,7 @@ def table(counted: Sequence[Counted], refused: Sequence[Refusal], chosen: Counte
         outcomes[request.model.samples or 1, request.accumulate] = f"{plain_seconds(each.seconds)} a step"
     passes = chosen.solution.request.accumulate
     samples = chosen.solution.request.model.samples or 1
-    lines = [f"A step of {samples * passes} samples is made in passes of {samples}: accumulate={passes}. Tried:"]
+    lines = [f"A step of {samples * passes} samples is divided into passes of {samples}: accumulate={passes}. Tried:"]
     lines += [f"  {size} x {count}: {outcomes[size, count]}" for size, count in sorted(outcomes, reverse=True)]
     return "\n".join(lines)
 
@@ -340,7 +340,7 @@ def scaling(
 def _best_row(
     model: ModelProfile, machine: MachineProfile, use: TrainingOptions, samples_per_step: int | None
 ) -> ScalingRow:
-    """Return the row of one world, with the samples of a pass that make the most samples a second."""
+    """Return the row of one world, with the pass size of the highest throughput."""
     tried: dict[int, ScalingRow] = {}
 
     def rate(samples: int) -> float:

@@ -1,12 +1,13 @@
 """Demands of a group's shares: bytes of every tier and seconds of every resource, as factors of the shares.
 
-All of it is linear in the shares and in a few products of two shares, which the program bounds from below and which
-have a closed form where parameters and gradients of a group are in one place. Factors are arrays, one for each cost.
+All demands are linear in the shares and in a few products of two shares. The program bounds the products from below,
+and they have a closed form if parameters and gradients of a group are in one place. Factors are arrays, with an element
+for each cost.
 
-Only what a group needs for its activations while it runs is not linear: a recomputed group keeps all of them for a
-moment, and those that go to the host leave by way of buffers for two groups. A linear program would let all groups do
-it by half to halve that. So it is asked several times, each time with other groups allowed and room for the largest of
-them: these are the choices.
+Only the memory for activations that a group needs while it runs is not linear: a recomputed group keeps all of them for
+a moment, and those that go to the host leave by way of buffers for two groups. A linear program would let all groups do
+it by half to halve that. So the program is solved several times, each time with other groups allowed and room for the
+largest of them: these are the choices.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Factors = dict[str, Array]  # by the name of a share or a product
 
 @dataclass(frozen=True)
 class GroupShares:
-    """States of one group by route and tier, and what of its parameters, gradients and activations is off."""
+    """Shares of one group: states by route and tier, and what is off the device of its other kinds."""
 
     resident: float = 1.0
     cpu: float = 0.0
@@ -164,7 +165,7 @@ class ResourceDemands:
         return work | self._disk(read, read)
 
     def passes(self) -> list[tuple[dict[str, Factors], Array | float]]:
-        """Return, by resource, what passes of a step need from elsewhere after the first forward, and how often."""
+        """Return, by resource, the transfers that passes of a step need after the first forward, and how often."""
         count = self.request.accumulate
         off = dict.fromkeys(OFF, self.parameters)
         brought = self._link(off, {}, off) | self._disk({"parameters_disk": self.parameters}, {})
@@ -201,8 +202,8 @@ class ResourceDemands:
 
 
 def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping[str, Array | float], float]]:
-    """Yield what depends on two shares at once: its name, shares that are added, those that are taken away with their
-    factors, and a number that is taken away. A product is the rest, if that is above 0."""
+    """Yield the terms that depend on two shares: the name, the shares that are added, the subtracted shares with their
+    factors, and a subtracted number. A product is the result, or 0 if that is negative."""
     off = dict.fromkeys(OFF, 1.0)
     by_cpu = dict.fromkeys(BY_CPU, 1.0)
     yield "weights_up", BY_CPU, off, 0.0  # new parameters that go to the device from the CPU
@@ -353,7 +354,7 @@ def _up_to_sizes(request: PlanRequest) -> Iterator[Array]:
 
 
 def activation_bytes(request: PlanRequest, shares: Sequence[GroupShares]) -> tuple[float, float]:
-    """Return the bytes of the device and of the host in one pass, for given whole shares."""
+    """Return the bytes that activations take of the device and of the host in one pass, for given whole shares."""
     ways = [(cost.activations, way_of(share)) for cost, share in zip(request.costs, shares, strict=True)]
     device = sum(activations.left(way) for activations, way in ways if way != "host")
     host = sum(activations.kept if way == "host" else activations.inputs for activations, way in ways if way != "keep")
@@ -361,7 +362,7 @@ def activation_bytes(request: PlanRequest, shares: Sequence[GroupShares]) -> tup
 
 
 def again_seconds(request: PlanRequest, shares: Sequence[GroupShares]) -> float:
-    """Return the arithmetic of one pass that is done again."""
+    """Return the seconds of recomputation in one pass."""
     pairs = zip(request.costs, shares, strict=True)
     return sum(cost.activations.again_s for cost, share in pairs if way_of(share) == "recompute")
 

@@ -1,7 +1,7 @@
 """Models that do not exist here: a profile from a few numbers, or from a Hugging Face config.json on disk.
 
-All are transformers of one shape: embedding, equal blocks, head. What a sample of s tokens takes, with h the width of
-the residual stream, a that of all heads together and v the vocabulary:
+All are transformers of one shape: embedding, equal blocks, head. The costs of a sample of s tokens follow, with h the
+width of the residual stream, a that of all heads together and v the vocabulary:
 
 FLOPs      2 a token for each entry of a matrix, 4 s a for attention in each block and token (not halved where it is
            causal), 2 h v a token for the head; lookups take none.

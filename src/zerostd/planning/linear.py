@@ -1,7 +1,7 @@
-"""A linear program, solved by scipy's HiGHS. It knows variables and constraints, never what they mean.
+"""A linear program, solved by scipy's HiGHS. It knows variables and constraints, but not their meaning.
 
 A sum is a list of terms: arrays of variables with their factors. A constraint is about the sum over all of them, or
-there is one for each place of the arrays; so thousands of rows are made in no time.
+there is one for each place of the arrays; so thousands of rows are made quickly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True)
 class LinearSolution:
-    """The values of all variables, what was minimised, and how much less it is for one more of a bound."""
+    """The values of all variables, the minimum, and by how much it falls if a bound grows by one."""
 
     values: Array
     objective: float

@@ -1,5 +1,5 @@
-"""From a request to plans: the linear program and a few variations of it give candidates, whole groups each; a
-simulation of one step ranks them, and bytes are counted by whoever will allocate them.
+"""From a request to plans: the linear program and a few variations of it give candidates, whole groups each. A
+simulation of one step ranks them, and the code that will allocate the bytes counts them.
 
 `candidates` ranks, `fitting` makes room for bytes that the program does not know. They serve machines that are here,
 where `count` is exact, and machines on paper. The first of a list is the plan; training may try others on real steps.
@@ -72,7 +72,7 @@ def _candidates(request: PlanRequest) -> list[Solution]:
 
 
 def neighbours(solution: Solution) -> list[Solution]:
-    """Return the same placement with more and with fewer updates by the CPU; nothing where it has no choice."""
+    """Return the same placement with more and with fewer updates by the CPU, if that share can change."""
     if solution.request.machine.link is None:
         return []
     parts = [_with_cpu_part(solution.request, solution.shares, times) for times in NEIGHBOURS]
@@ -94,8 +94,8 @@ def place_states(solution: Solution, fixed: Mapping[Tier, int]) -> Solution | No
 def _ranked(
     request: PlanRequest, placements: Iterable[list[GroupShares]], asked: PlanRequest | None = None
 ) -> list[Solution]:
-    """Return the placements that fit, of a few. The first is the shortest; but of those within SLACK of it the one
-    with the fewest bytes off the device, and nothing moves at all for little."""
+    """Return the placements that fit, of a few. The first one has the shortest step; among those within SLACK of it,
+    the one with the fewest bytes off the device comes first, and moving nothing is preferred to a small gain."""
     solutions = list[Solution]()
     for placement in placements:
         candidate = Solution(request, placement, asked)
@@ -120,8 +120,7 @@ def _at_home(request: PlanRequest) -> Iterator[list[GroupShares]]:
 
 
 def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
-    """Yield the request with less to choose from, where that can be shorter: the program does not see all that things
-    cost."""
+    """Yield simpler requests whose step may be shorter, because the program does not know all costs."""
     ways = {way_of(share) for share in solution.shares}
     if request.chooses and "recompute" in request.ways and ways != {"recompute"}:
         longer_s = sum(cost.activations.longer_s for cost in request.costs)
@@ -136,9 +135,9 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
 
 
 def _splits(request: PlanRequest, shares: list[GroupShares]) -> list[list[GroupShares]]:
-    """Return the shares, without scraps, and with the CPU's part the same in all groups that are kept alike: the
-    program does not care, but workers that take turns on every group wait less for each other. As long as the
-    simulation finds less or more of the CPU better, which has nothing to do for half of backward, that is taken too."""
+    """Return the shares without scraps, and with the same CPU part in all groups that are kept alike: for the program
+    this is equal, but workers that take turns on every group wait less for each other. As long as the simulation
+    prefers a smaller or larger CPU part (the CPU is idle for half of backward), that is returned too."""
     splits = [shares, [_without_scraps(share) for share in shares], _with_cpu_part(request, shares, 1.0)]
     best = Solution(request, splits[-1])
     while len(splits) < MOST_SPLITS:
@@ -152,8 +151,8 @@ def _splits(request: PlanRequest, shares: list[GroupShares]) -> list[list[GroupS
 
 
 def _without_scraps(share: GroupShares) -> GroupShares:
-    """Return the share with all of a group's states on the host updated by one worker, where the other has next to
-    nothing of them: it would hold the group up for that."""
+    """Return the share with all of a group's host states updated by one worker, if the other worker would have almost
+    none of them and only delay the group."""
     on_host = share.cpu + share.streamed
     if min(share.cpu, share.streamed) > SCRAP * on_host:
         return share
@@ -182,7 +181,7 @@ def _with_cpu_part(request: PlanRequest, shares: Sequence[GroupShares], times: f
 
 @dataclass(frozen=True)
 class Counted:
-    """A placement with the bytes that it takes by account."""
+    """A placement with its bytes as counted by the code that allocates."""
 
     solution: Solution
     held: Bytes
@@ -197,8 +196,8 @@ class Counted:
 
 
 def fitting(request: PlanRequest, count: CountBytes) -> list[Counted]:
-    """Return the candidates that fit by account, the best first. Raises PrepareError with what is missing, working
-    memory included: what a refusal asks for is enough."""
+    """Return the candidates whose counted bytes fit, the best first. Raises PrepareError with the missing bytes,
+    working memory included, so the bytes that a refusal names are enough."""
     counted = _make_room(request, count)
     if counted:
         return counted
@@ -215,8 +214,8 @@ def fitting(request: PlanRequest, count: CountBytes) -> list[Counted]:
 
 
 def _make_room(request: PlanRequest, count: CountBytes) -> list[Counted]:
-    """Return the candidates that fit by account, or none. What the program does not know, such as buffers, depends on
-    its answer: first only the states of that answer are placed again beside it, then everything is."""
+    """Return the candidates whose counted bytes fit, or none. Bytes that the program does not know, such as buffers,
+    depend on its solution. First only the states of that solution are placed again beside them, then everything is."""
     fixed: Mapping[Tier, int] = fixed_bytes(request)
     for _ in range(MOST_ROUNDS):
         try:
@@ -231,8 +230,8 @@ def _make_room(request: PlanRequest, count: CountBytes) -> list[Counted]:
 
 
 def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | None:
-    """Return the whole groups that take the fewest bytes of a tier while the others keep to their limits, by account;
-    None if they cannot. The tier's own limit plays no part: a refusal names these bytes, and with as many of them the
+    """Return the whole groups that take the fewest counted bytes of a tier while the other tiers keep their limits;
+    None if that is impossible. The tier's own limit is ignored: a refusal names these bytes, and with that limit the
     same groups are found again."""
     fixed: Mapping[Tier, int] = fixed_bytes(request)
     for _ in range(MOST_ROUNDS):
@@ -254,8 +253,8 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
 
 
 def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) -> list[dict[Tier, int]]:
-    """Return ways to enlarge limits that are enough by account, the fewest bytes first: of each tier alone, and of
-    several where that is less or all there is."""
+    """Return enlarged limits that are enough, the fewest bytes first: for each tier alone, and for several tiers if
+    that takes fewer bytes or is the only way."""
     together = enlargements(replace(request, fixed=fixed_bytes(request)))[0]
     by = _enlarged(request, together, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
     ways = [{tier: size} for tier, size in alone.items()]
@@ -265,8 +264,8 @@ def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) 
 
 
 def _enlarged(request: PlanRequest, by: Mapping[Tier, float], count: CountBytes) -> dict[Tier, int]:
-    """Return by how many bytes these tiers must be larger, one after the other: so much at least, and what each needs
-    beside plenty of those after it. Empty if that does not help."""
+    """Return by how many bytes these tiers must be larger, one after the other: each by the least that is enough if the
+    later tiers have plenty. Empty if that does not help."""
     limits: dict[Tier, int] = {tier: limit + int(by.get(tier, 0.0)) for tier, limit in request.limits.items()}
     tiers = list(by)
     for index, tier in enumerate(tiers):
@@ -285,8 +284,8 @@ def fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
 
 
 def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Counted | None:
-    """Return an answer with its bytes, its states placed again or updated by the CPU alone if it does not fit; None if
-    that does not help."""
+    """Return a solution with its counted bytes. If it does not fit, its states are placed again, or updated by the CPU
+    alone; None if that does not help."""
     solution: Solution | None = answer
     for _ in range(3):
         if solution is None:
@@ -300,14 +299,14 @@ def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Count
 
 
 def _by_cpu(solution: Solution) -> Solution:
-    """Return the same placement with nothing streamed: its slots may take more of the device than states do."""
+    """Return the same placement with nothing streamed: slots may take more of the device than states do."""
     shares = [replace(share, cpu=share.cpu + share.streamed, streamed=0.0) for share in solution.shares]
     return solution if solution.request.machine.link is None else replace(solution, shares=shares)
 
 
 def _with_unknown(solution: Solution, held: Bytes) -> dict[Tier, int]:
-    """Return the bytes of each tier that the program should be given as fixed: more than before, and all that it did
-    not know of, rounded up. It may count less than the closed form: what the answer is over its limit is added too."""
+    """Return the bytes of each tier that the program should treat as fixed: more than before, and all bytes that it did
+    not know, rounded up. The program may count less than the closed form, so bytes over the limit are added too."""
     known = model_state(solution)
     before = solution.request.fixed
     limits = solution.request.limits

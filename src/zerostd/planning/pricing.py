@@ -1,4 +1,4 @@
-"""A solution as a plan: what it costs, what a GiB more of a tier would buy, and what other choices would bring."""
+"""A solution as a plan: its cost, the value of one more GiB of each tier, and the effect of other choices."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) ->
 
 
 def _prices(solution: Solution) -> dict[Tier, float]:
-    """Return the seconds for a byte of the next GiB: what it takes off the program's step, in shares of groups, since
-    whole ones may have to change places to make use of it. No step is shorter than its arithmetic."""
+    """Return the seconds that a byte of the next GiB saves in the program's step. Groups may be divided here, since
+    whole groups may have to change places to use the memory. No step is shorter than its arithmetic."""
     request = solution.asked or solution.request
     prices: dict[Tier, float] = {}
     with contextlib.suppress(Infeasible):  # it is a plan that no longer fits

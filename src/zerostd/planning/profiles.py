@@ -1,4 +1,4 @@
-"""Profiles of machines and models as plain data: what one can do, what the other needs.
+"""Profiles as plain data: what a machine can do, and what a model needs.
 
 `measuring` makes both; a machine that is elsewhere is written by hand, in JSON, and a model that does not exist yet is
 made from a few numbers. Rates are in bytes or operations per second, times in seconds. A sample is one row of the
@@ -211,13 +211,13 @@ class ModelProfile:
 
     @cached_property
     def knows_activations(self) -> bool:
-        """Whether it is known what a pass leaves for backward in each group."""
+        """Whether the activations that each group keeps are known."""
         return self.samples is not None and any(group.kept_bytes for group in self.groups)
 
     @cached_property
     def measured_groups(self) -> tuple[GroupProfile, ...]:
-        """The groups with activations that add up to what was measured. What is more than the estimate is needed for a
-        moment only: what is kept was seen, what an operation needs beside its output was not."""
+        """The groups with activations that add up to what was measured. Bytes above the estimate are needed for a
+        moment only: kept bytes were counted, but the working memory of an operation was not."""
         estimate = self._estimate()
         measured = self.activation_bytes
         if measured is None or not estimate:

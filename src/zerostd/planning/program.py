@@ -1,12 +1,12 @@
-"""The linear program: which share of each group's states, gradients and parameters is kept where, by which route its
-update goes, and what is done with its activations, so that a step is as short as can be.
+"""The linear program: where each share of a group's states, gradients and parameters is kept, by which route its update
+goes, and how its activations are handled, so that a step is as short as possible.
 
 Time runs from the start of the last backward pass of a step. E[g] is when backward has done with group g, F[g] when the
 next forward begins with it, so E falls and F rises with g. A group's update lies between the two (after the whole of
 backward, if it waits for the norm), and the windows of earlier groups lie inside those of later ones. On one resource
 such jobs can be done in time if and only if, for every g, those up to g fit between E[g] and F[g]. These rows, and that
-each resource has no more to do than a step is long, are the whole schedule; the rest are bytes. A CPU that is the
-device as well has both to do.
+each resource has no more to do than a step is long, are the whole schedule; the rest are bytes. If the CPU is the
+device, it has to compute and to update.
 
 Activations that go to the host leave after their group's forward, one after the other, and forward begins with a group
 when those of the second before it are gone. They come back in the order of backward, each not before backward has done
@@ -49,7 +49,7 @@ NEARER = 1e-3  # bytes of the host that it is worth to have a byte at the front 
 
 
 class ScheduleProgram:
-    """The constraints, and what they are sums of. Without times it knows what may be where, less what runs need."""
+    """The variables and constraints. Without times, only the constraints on bytes."""
 
     def __init__(self, request: PlanRequest, choice: ActivationChoice, *, has_times: bool = True) -> None:
         self.request = request
@@ -78,7 +78,7 @@ class ScheduleProgram:
                 self._share_evenly()
 
     def limit(self, more: Mapping[Tier, Sequence[Term]]) -> None:
-        """Let no tier hold more than it may; `more` is what else counts there, in units of GIGA."""
+        """Let no tier hold more than its limit; `more` adds further bytes, in units of GIGA."""
         for tier in Tier:
             room = self.request.limits.get(tier, 0) - self.request.fixed.get(tier, 0) - self.constant[tier]
             self.linear.at_most([*self.bytes[tier], *more.get(tier, ())], room / GIGA, tier.value)
@@ -181,7 +181,7 @@ class ScheduleProgram:
             self.linear.each_at_most([(begin[:-1], 1.0), (begin[1:], -1.0)], -self.demands.forward_s[:-1])
 
     def _other_passes(self, count: int) -> tuple[list[Term], float]:
-        """Return the seconds of so many more passes: a sum, and what it is in any case."""
+        """Return the seconds of this many further passes: a sum of terms, and a constant."""
         if not count or not self.choice.sent.any():
             longer = (self.columns["activations_recomputed"], self.demands.longer_s * count)
             return [longer], count * (self.demands.forward_s + self.demands.backward_s).sum()
@@ -191,7 +191,7 @@ class ScheduleProgram:
         return [(begin[-1:], float(count)), (self.end[:1], float(count))], count * self.demands.forward_s[-1]
 
     def _windows(self, sent: Mapping[str, Term]) -> None:
-        """Fit the work of all groups up to one between its E and its F, while activations leave."""
+        """Fit the work of all groups up to each one between its E and its F, while activations leave."""
         start = self.end if self.request.is_early else numpy.full(len(self.costs), self.end[0])
         passes = self.demands.passes()
         for resource, factors in self.demands.update().items():
@@ -215,7 +215,7 @@ class ScheduleProgram:
         self.linear.each_at_most([_shifted(gone, NUM_BUFFERS), (begin, -1.0)], 0.0)
 
     def _sent(self) -> dict[str, Term]:
-        """Return, by resource, what activations that leave beside the first forward take of it until a group runs."""
+        """Return, by resource, the time that activations leaving during the first forward take until a group runs."""
         link = self.request.machine.link
         assert link is not None
         self._leaving(self.begin)
@@ -241,7 +241,7 @@ class ScheduleProgram:
             self._backward_after((there, 1.0))
 
     def bytes_cost(self) -> list[Term]:
-        """Return what steps of the same length are compared by: bytes by tier, and how near what is needed first is."""
+        """Return the cost that compares steps of equal length: bytes by tier, groups needed first in nearer tiers."""
         demands = self.demands
         places = numpy.arange(len(self.costs)) / len(self.costs)
         nearest = {"resident": demands.states * places}
@@ -264,7 +264,7 @@ def quickest(
     request: PlanRequest, fixed: Sequence[GroupShares] | None = None
 ) -> tuple[ScheduleProgram, LinearSolution]:
     """Return the shortest step and the program it was found in: of several choices about activations the first within
-    SLACK of the best. With `fixed`, what a group does as a whole is as these say. Raises Infeasible."""
+    SLACK of the best. With `fixed`, the choices for whole groups are given. Raises Infeasible."""
     solved = []
     for choice in activation_choices(request) if fixed is None else [choice_of(request, fixed)]:
         program = ScheduleProgram(request, choice)
@@ -285,7 +285,7 @@ def prices_of(shortest: LinearSolution) -> dict[Tier, float]:
 
 def optimise(request: PlanRequest, fixed: Sequence[GroupShares] | None = None) -> tuple[float, list[GroupShares]]:
     """Return the seconds of the shortest step, and the shares with the fewest bytes off the device among those within
-    SLACK of it. With `fixed` only the states are placed, and the rest is as these say. Raises Infeasible."""
+    SLACK of it. With `fixed`, only the states are placed, and the other choices are given. Raises Infeasible."""
     program, shortest = quickest(request, fixed)
     program.linear.at_most([(program.step, 1.0)], shortest.objective * (1 + SLACK) + 1e-9)
     shares = program.shares(program.linear.minimise(program.bytes_cost()))

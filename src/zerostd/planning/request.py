@@ -1,5 +1,5 @@
-"""A request for a plan: a model, a machine, how they are used, what a rank may use of each tier, and so what a step
-costs, group by group.
+"""A request for a plan: a model, a machine, the training options, the limits of each tier, and from these the cost of a
+step, group by group.
 
 In: profiles and a budget. Out: a `PlanRequest`, which the rest of the room reads and never changes. Its costs are a
 `GroupCost` for each group on one rank: bytes at rest, bytes over each link, seconds of compute and of collectives. All
@@ -44,7 +44,7 @@ class ActivationCost:
     staying: float = 0.0  # bytes that are kept beside these, whatever is done
 
     def left(self, way: str) -> float:
-        """Return the bytes that a forward of the group leaves, wherever."""
+        """Return the bytes that a forward of the group leaves, in any tier."""
         return self.boundary if way in RECOMPUTED else self.kept
 
 
@@ -130,7 +130,7 @@ class PlanRequest:
 
     @property
     def codec(self) -> dict[str, str]:
-        """What a plan says of codes."""
+        """The codecs of the plan."""
         return {Kind.OPTIMIZER_STATES.value: "int8"} if self.model.is_coded else {}
 
     @property
@@ -148,7 +148,7 @@ class PlanRequest:
         return (not self.waits_for_norm or self.speculates) and not gathers_in_step
 
     def may_place(self, kind: Kind) -> bool:
-        """Return whether a kind may be kept off the device: what is whole on every rank may not."""
+        """Return whether a kind may be kept off the device; a kind that is whole on every rank may not."""
         if kind not in self.can_place:
             return False
         if kind is Kind.PARAMETERS and (self.speculates or self.rests is not None):
@@ -156,7 +156,7 @@ class PlanRequest:
         return self.world_size == 1 or kind is Kind.OPTIMIZER_STATES or shards(self.stage, kind)
 
     def wire_s(self, size: float) -> float:
-        """Return the seconds of a collective that gathers or reduces so many bytes."""
+        """Return the seconds of a collective that gathers or reduces this many bytes."""
         wire = wire_of(self.machine.wires, self.world_size)
         if wire is None:
             return 0.0
@@ -164,7 +164,7 @@ class PlanRequest:
         return part * size / max(wire.bandwidth, MIN_WIRE_BANDWIDTH) + wire.latency
 
     def across_s(self, size: float) -> float:
-        """Return the seconds in which replicas average gradients of so many bytes, each rank its slice of them."""
+        """Return the seconds in which replicas average gradients of this many bytes, each rank its slice."""
         wire = wire_of(self.machine.wires, self.world_size * self.num_replicas)
         if wire is None or self.num_replicas == 1:
             return 0.0
@@ -193,7 +193,7 @@ def threads_of(machine: MachineProfile, local_size: int) -> int:
 
 
 def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
-    """Return the user's stage, or those worth trying: sharded gradients send no more than data parallel does."""
+    """Return the user's stage, or those worth trying: 2 and 3, since stage 2 sends no more than 0 and 1."""
     if stage is not None:
         return [stage]
     return [Stage.PARAMETERS] if world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
@@ -371,7 +371,7 @@ def _merge(costs: Sequence[GroupCost]) -> GroupCost:
 
 
 def _added(costs: Sequence[Any]) -> Any:
-    """Return the costs of groups that run one after the other: what stays adds up, working memory does not."""
+    """Return the costs of groups that run one after the other: kept bytes add up, working memory does not."""
     numbers = [field.name for field in fields(costs[0]) if field.type == "float"]
     columns = {name: [getattr(cost, name) for cost in costs] for name in numbers}
     return replace(costs[0], **{name: max(of) if name in LARGEST else sum(of) for name, of in columns.items()})

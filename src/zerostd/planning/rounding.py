@@ -1,6 +1,6 @@
-"""Whole groups: the program takes shares of parameters, gradients and activations, but a group does one thing with all
-of its own. Its shares are rounded; where that does not fit, the nearest whole shares are taken that do, by whole
-numbers and bytes alone. Where nothing fits, a refusal says how many bytes are missing where, and what would help.
+"""Whole groups: the program takes shares of parameters, gradients and activations, but a group makes one choice for
+each of them as a whole. Its shares are rounded. If they do not fit, an integer program about bytes finds the nearest
+whole shares that do. Where nothing fits, a refusal says how many bytes are missing where, and what would help.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def _rounded(share: GroupShares) -> GroupShares:
 
 
 def _larger_of(first: float, second: float) -> tuple[float, float]:
-    """Return which of two shares is to be the whole; neither, where what both leave is more."""
+    """Return which of two shares becomes the whole; neither, if the remainder is larger than both."""
     rest = 1 - first - second
     is_second = second > max(first, rest)
     return float(not is_second and first > rest), float(is_second)
 
 
 def _spread(request: PlanRequest, wanted: Sequence[GroupShares]) -> list[GroupShares]:
-    """Round shares. Where groups should do something with a part of their activations, some do it with all of theirs,
-    at even distances: as many bytes up to each of them as were wanted."""
+    """Round shares. If groups should recompute or offload a part of their activations, some groups do so with all of
+    theirs, at even distances, so that the bytes up to each group are as wanted."""
     owed_recomputed = 0.0  # bytes that were wanted so far and are not done yet
     owed_host = 0.0
     spread = []
@@ -124,7 +124,7 @@ def missing_bytes(
 
 
 def least_of(request: PlanRequest, tier: Tier) -> list[GroupShares]:
-    """Return the whole shares that take the fewest bytes of a tier, whatever its limit is, while the others keep to
+    """Return the whole shares that take the fewest bytes of a tier, regardless of its limit, while the other tiers keep
     theirs. Raises Infeasible if they cannot."""
     program, taken = _bytes_program(replace(request, limits={**request.limits, tier: 0}), {tier: -1.0})
     solution = program.linear.minimise([(taken, 1.0)], _whole(program))

@@ -1,6 +1,6 @@
 """A small simulation of steps as the runtime makes them: one thing after the other in the loop, a worker for each
-route, parameters brought as they are needed. The linear program knows how much each resource has to do; this also knows
-in which order it is done, and so finds what is waited for.
+route, parameters brought as they are needed. The linear program knows the work of each resource. The simulation also
+knows its order, and so finds the waits.
 
 Every worker has one job at a time, with a speed that follows from what they share. The next event is the end of a job.
 """
@@ -190,7 +190,7 @@ class StepSimulation:
         return shared
 
     def run(self, seconds: float, what: str = "compute", name: str = "", group: int = -1) -> None:
-        """Let the device do something. Where it is the CPU, that takes longer while updates are made there."""
+        """Let the device compute. If it is the CPU, that takes longer while updates run there."""
         takes = {"cpu": 1.0} if self.request.machine.link is None else dict[str, float]()
         self.running[what] = _Job(seconds, takes, group, most=1.0, name=name)
         while what in self.running:
@@ -334,7 +334,7 @@ def _rates(request: PlanRequest) -> dict[str, float]:
 class ActivationTraffic:
     """Activations that are kept on the host: on their way there, and wanted back. Those of other groups stay, and make
     room for them: before they are there in forward, and when backward has passed them. As in scheduling/offloading.py,
-    but that one group's at most are leaving, and not two, where another sends its own next, as the program has it."""
+    except that at most one group's activations are leaving, not two, if the next group sends its own."""
 
     def __init__(self, request: PlanRequest, shares: Sequence[GroupShares]) -> None:
         ways = [way_of(share) for share in shares]

@@ -1,7 +1,7 @@
 """The bytes that a model will take of each tier, by kind, at their peak: known before anything is allocated.
 
-Model state is what `preparing/homes.py` lays out. Working memory is what the parts take beside it, by the same rules
-as they do: gathered groups, buffers that gradients and states pass through. Activations are not in here.
+Model state is what `preparing/homes.py` lays out. Working memory is counted by the rules of the parts that allocate it:
+gathered groups, and buffers that gradients and states pass through. Activations are not included.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _resident(plan: FlatPlan) -> int:
 
 
 def _gradient_bytes(plan: FlatPlan) -> int:
-    """Return the bytes that a gradient rests in."""
+    """Return the bytes in which a gradient is kept."""
     numel = plan.layout.numel if plan.rules.keeps_whole_gradients else plan.numel
     return numel * plan.gradient_dtype.itemsize if plan.is_trained else 0
 
@@ -95,9 +95,9 @@ def _slots(plans: Sequence[Sequence[FlatPlan]]) -> dict[Tier, int]:
 
 
 def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Count the root, which is there as long as forward lasts, the group at work, those on their way, and in backward
-    the group before, whose last gradients are still to come. Groups that stay gathered are passed over. Without an
-    optimizer there is one more on its way instead, and behind the last group the first ones of the next pass."""
+    """Count the root, gathered during all of forward, the group that computes, the groups on their way, and in backward
+    the previous group, which awaits its last gradients. Groups that stay gathered are passed over. Without an
+    optimizer, one more is on its way instead, as are the first groups of the next pass."""
     root, *others = [
         sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans
     ]

@@ -84,8 +84,8 @@ def advise_on_stage(
     if best is not stage:
         _say(
             f"stage {stage.value} takes {size_text(taken[stage])} of the device on each rank, of which "
-            f"{size_text(buffers)} are buffers, since few layers are most of the model; stage={best.value} would take "
-            f"{size_text(taken[best])}"
+            f"{size_text(buffers)} are buffers, because a few layers hold most of the model; "
+            f"stage={best.value} would take {size_text(taken[best])}"
         )
 
 

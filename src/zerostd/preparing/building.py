@@ -64,7 +64,7 @@ from zerostd.tiers.limits import check_disk, check_host
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Pause Python's collector. It would look at all that was made so far again and again, and find that it is used."""
+    """Pause Python's collector. Stop the garbage collector meanwhile: it would scan objects in use again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -263,8 +263,8 @@ def attach_optimizer(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOpti
 
 
 def add_masters(runtime: Runtime, plan: Plan | None = None) -> None:
-    """Give trained parameters the masters that they did without while there was no optimizer, where `plan` or the
-    settings say; those that have some keep them."""
+    """Give masters to trained parameters that had none while there was no optimizer, at the places that `plan` or the
+    settings say. Existing masters are kept."""
     if runtime.settings.has_optimizer:
         return
     runtime.settings = replace(runtime.settings, has_optimizer=True)
@@ -281,7 +281,7 @@ def add_masters(runtime: Runtime, plan: Plan | None = None) -> None:
 
 
 def make_offload_updater(runtime: Runtime, inner: torch.optim.Optimizer) -> OffloadUpdater | None:
-    """Return what updates states off the device; None if there are none there."""
+    """Return the updater of states off the device; None if there are no such states."""
     if not any(group.is_updated_later for group in runtime.groups):
         return None
     resources = runtime.resources

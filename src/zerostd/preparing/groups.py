@@ -1,6 +1,6 @@
 """From plans to the flat buffers of groups, each holding what this rank should.
 
-One group at a time is moved, so the extra memory is one group's. What rests off the device comes from arenas that were
+One group at a time is moved, so the extra memory is one group's. State off the device is cut from arenas that were
 reserved before the first group.
 """
 
@@ -32,7 +32,7 @@ Arenas = Mapping[Tier, torch.Tensor | Extent]  # memory off the device for the s
 
 
 def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
-    """Flatten, take this rank's part, and let the rest go. `value_of` gives a parameter's first values."""
+    """Flatten parameters, keep this rank's part, and free the rest. `value_of` gives a parameter's first values."""
     allocator = resources.allocator
     parameters = [member.parameter for member in plan.members]
     shards = [_make_shard(plan, portion, allocator) for portion in plan.portions]
@@ -65,10 +65,10 @@ def reserve_states(plan: FlatPlan, allocator: TierAllocator) -> Arenas:
 
 
 def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) -> Callable[[], None]:
-    """Let masters, room for states and gradients be where `plan` says from now on, which differs in nothing else, in
-    memory that `reserve_states` took. Masters keep their values, straight from the old place to the new; states are the
-    caller's. A gradient that stays where it is keeps its values, and one that moves may not be wanted. Return a
-    function that gives the old memory back."""
+    """Move masters, room for states and gradients to the places in `plan`, which differs in nothing else, into memory
+    that `reserve_states` allocated. Masters are copied straight from the old place to the new; the caller moves the
+    states. A gradient that does not move keeps its values; a gradient that moves must not be needed. Return a function
+    that frees the old memory."""
     allocator = resources.allocator
     before = flat.state_shards
     give_back = allocator.exchange(plan.owner, Kind.OPTIMIZER_STATES, arenas)
@@ -91,7 +91,7 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) 
 
 
 def make_masters(flat: Flat, plan: FlatPlan, resources: Resources) -> None:
-    """Give a flat that did without them masters, as `plan` says: an optimizer is there now."""
+    """Give masters to a flat that had none, as `plan` says: there is an optimizer now."""
     allocator = resources.allocator
     kept = flat.rest.read(slice(0, flat.rest.numel))
     values = kept if flat.is_sharded else kept[flat.region]

@@ -1,7 +1,7 @@
 """Decide what is kept where, before anything is allocated: pure arithmetic on blueprints, stage and placement.
 
-In: the groups to be. Out: a plan for each flat buffer, with the tiers of its parameters, its gradient and each portion
-of its optimizer states, and the bytes this takes. `groups.py` then does what it says.
+In: the planned groups. Out: a plan for each flat buffer, with the tiers of its parameters, its gradient and each
+portion of its optimizer states, and the bytes they take. `groups.py` follows these plans.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class FlatPlan:
-    """One flat buffer to be."""
+    """The plan of one flat buffer."""
 
     rules: Rules
     members: tuple[Member, ...]  # in the layout's order
@@ -91,7 +91,7 @@ class FlatPlan:
 
     @property
     def owner(self) -> str:
-        """A name for what it has in the tiers: that of its first parameter."""
+        """The name of its memory in the tiers: that of its first parameter."""
         return self.members[0].name
 
     @property
@@ -117,7 +117,7 @@ class FlatPlan:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype that gradients travel and rest in."""
+        """The dtype in which gradients travel and are kept."""
         is_cast = self.dtype.itemsize < 4 or (self.rules.reduces_all and self.dtype is torch.float32)
         return self.rules.reduce_dtype if is_cast and self.rules.reduce_dtype is not None else self.dtype
 
@@ -149,8 +149,8 @@ class FlatPlan:
         return self.is_trained and splits_masters(self.dtype)
 
     def holds_parameters(self, portion: Portion) -> bool:
-        """Return whether the parameter is its own master, or the upper half of it: same numbers, at hand where the
-        update runs, and nothing is tried beside it."""
+        """Return whether the parameter is its own master, or the upper half of it: the numbers are the same, the update
+        can read them, and no speculative copy is needed."""
         if self.rules.placement.speculate and portion.tier is not Tier.DEVICE:
             return False
         if self.is_split:
@@ -159,8 +159,8 @@ class FlatPlan:
         return is_as_wide and portion.tier is self.parameters and portion.tier is not Tier.DISK
 
     def columns(self, portion: Portion, *, is_spare: bool = False) -> Columns:
-        """Return what is laid out beforehand in the portion's tier: its master, as far as that is not the parameter,
-        and the states where they are off the device or coded. Spare columns take a master of their own."""
+        """Return the columns that are allocated beforehand in the portion's tier: its master, unless that is the
+        parameter, and states that are off the device or coded. Spare columns include a separate master."""
         shares = self.holds_parameters(portion) and not is_spare
         master: Columns = {} if shares else {MASTER: self.master_dtype}
         if self.is_split:
@@ -169,7 +169,7 @@ class FlatPlan:
         return master | self._state_dtypes() if has_states else master
 
     def staged(self, portion: Portion) -> Columns:
-        """Return what passes through the device where the portion is streamed."""
+        """Return the columns that pass through the device if the portion is streamed."""
         if not self.is_split:
             return {MASTER: self.master_dtype, **self._state_dtypes()}
         is_there = not self.rules.has_own_memory or (self.parameters is Tier.DEVICE and self.holds_parameters(portion))
@@ -259,7 +259,7 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
 
 
 def _lay_out(blueprint: Blueprint, rules: Rules) -> list[FlatPlan]:
-    """Return the flats of a group, without homes: parameters of one dtype that train, or are frozen, together."""
+    """Return the flats of a group, without homes: one for each dtype, and for trained and frozen parameters."""
     by_sort: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in blueprint.members:
         by_sort.setdefault((member.dtype, member.options is not None), []).append(member)
@@ -291,8 +291,8 @@ def _make_plan(members: Sequence[Member], dtype: torch.dtype, rules: Rules) -> F
 
 def _cut_at_shares(groups: list[list[FlatPlan]], kind: Kind, rules: Rules) -> list[list[FlatPlan]]:
     """Return the groups with flats cut between two parameters where a share ends inside one, if whole flats are not
-    near to the shares. Raise PrepareError where whole parameters are not near either. Of very small models whole flats
-    stay, and the log says so."""
+    near to the shares. Raise PrepareError where whole parameters are not near either. Very small models keep whole
+    flats, and the log says so."""
     shares = rules.placement.shares(kind)
     if len(shares) == 1 or _is_near(groups, kind, shares, CLOSE):
         return groups

@@ -1,4 +1,4 @@
-"""What prepare was told, checked, and the rules that follow from it for one rank."""
+"""The options of prepare, checked, and the rules that follow from them for one rank."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.o
 
 
 def check_packing(settings: Settings, plans: Sequence[Sequence[FlatPlan]]) -> None:
-    """Refuse a placement that packs parameters and has none to pack. A plan may find that all of them fit elsewhere."""
+    """Refuse a placement that packs parameters and has none to pack; in a plan all may fit elsewhere."""
     codec = settings.decided[1].codec
     is_packed = any(plan.packed_bytes for group in plans for plan in group)
     if LOSSLESS in codec.values() and settings.plan is None and not is_packed:
@@ -269,7 +269,7 @@ def check_packing(settings: Settings, plans: Sequence[Sequence[FlatPlan]]) -> No
 
 
 def check_budget(budget: Budget) -> None:
-    """Refuse a budget that is not there."""
+    """Refuse a budget that exceeds the free memory or disk space."""
     if budget.host is not None:
         check_host(parse_bytes(budget.host), f"Budget(host={budget.host!r})")
     if budget.disk is not None and budget.disk_path is not None:

@@ -64,8 +64,8 @@ def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control
 
 
 def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control: Control) -> Plan:
-    """Return the plan of the first rank, for what the rank with the least has. The batch is not known, so where memory
-    is scarce the first pass takes as little of it as can be; then the plan is made again by what it took."""
+    """Return the plan of the first rank, made for the rank with the least memory. The batch is not known. So if memory
+    is scarce, the first pass takes as little as possible, and then the plan is made again from what it took."""
     world = control.world
     held = _held(blueprints, world)
     search = PlanSearch(settings, blueprints, world)
@@ -103,7 +103,7 @@ def plan_for(
     profile: ModelProfile | None,
     machine: MachineProfile | None,
 ) -> Plan:
-    """Return a plan for a world that need not be here. Without a profile the batch is not known."""
+    """Return a plan for a world that need not exist here. Without a profile the batch is not known."""
     search = PlanSearch(settings, blueprints, world)
     left = search.left if profile is None else 0.0
     if machine is not None:
@@ -221,8 +221,8 @@ class PlanSearch:
         raise PrepareError(refusal)
 
     def propose_untried(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
-        """Return a plan for an unknown batch, with a part of the device left to its activations; without,
-        where nothing else fits."""
+        """Return a plan for an unknown batch that leaves a part of the device to its activations, unless only a plan
+        without that part fits."""
         part = 1.0 if self.settings.budget.device is None else 1.0 - FOR_ACTIVATIONS  # else it is left already
         less: dict[Tier, int] = {**limits, Tier.DEVICE: int(limits[Tier.DEVICE] * part)}
         with contextlib.suppress(PrepareError):
@@ -375,7 +375,7 @@ def _notes(request: PlanRequest) -> list[str]:
 
 
 def least_way(world: World) -> Way:
-    """Return what to do with activations so that they take as little of the device as can be."""
+    """Return the way to handle activations that takes the least device memory."""
     return Way.RECOMPUTE if world.device.type == "cpu" else Way.RECOMPUTE_HOST
 
 

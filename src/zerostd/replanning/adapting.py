@@ -1,11 +1,11 @@
 """Observes training and obeys the plan that real steps prove best.
 
-    the first pass        where the batch was not known it recomputes; then everything is placed by what it took
-    the first steps       some are watched, rates are fitted to them, and candidates are ranked; the best are tried one
-                          after the other, and the fastest stays
-    afterwards            the same again, when steps take longer or clipping starts or stops. A plan under which steps
-                          take longer than under the one before is undone. Memory that others took, or that a larger
-                          batch needs, is made room for at once
+    the first pass        recomputes if the batch was not known; then everything is placed by the memory it took
+    the first steps       a few are watched, rates are fitted to them, and candidates are ranked; the best are tried
+                          one after the other, and the fastest stays
+    afterwards            the same again, when steps take longer or clipping starts or stops. If steps take longer than
+                          under the previous plan, that plan is restored. Room for other programs, or for a larger
+                          batch, is made at once
 
 Everything happens before a forward, when there are no gradients; states move a few groups at a time. All ranks watch
 the same steps and obey one plan.
@@ -142,8 +142,8 @@ class Adapter(StepObserver):
     # The first pass, and larger ones
 
     def _place(self) -> None:
-        """Place everything by what the first pass took. What was remembered of an earlier run comes first, then keeping
-        all where it is, then the best plan that fits. Where nothing could be counted, groups go on recomputing."""
+        """Place everything by the memory of the first pass. The plan of an earlier run comes first, then the present
+        placement, then the best plan that fits. If nothing could be counted, groups continue to recompute."""
         self.runtime.backward.activations.counter.is_on = False
         self.meter.cap(is_on=False)
         control = self.runtime.gatherer.control
@@ -196,7 +196,7 @@ class Adapter(StepObserver):
         self._watch = StepWatch(self.runtime, self._pace.step, reason)
 
     def _look(self) -> None:
-        """Go on watching; when enough steps were seen, note what they took."""
+        """Continue watching; after enough steps, note their times."""
         assert self._watch is not None
         if not self._watch.is_over(self._pace.step):
             return
@@ -249,7 +249,7 @@ class Adapter(StepObserver):
         return f"other programs took memory, which leaves {room}" if taken else ""
 
     def _report(self) -> RankReport:
-        """Return what this rank has and takes. Before steps were watched, a third of one is taken for forward."""
+        """Return this rank's memory and times. Before steps were watched, forward counts as a third of one."""
         if self._seen is None:
             step_s = self._pace.median_s
             self._seen = ObservedStep(step_s, step_s / 3, 2 * step_s / 3)
@@ -301,7 +301,7 @@ class Adapter(StepObserver):
         self._choose(winner, trials.present, trials.why)
 
     def _undo(self) -> None:
-        """Go back to the plan before the last trials, if there is room for it: its steps took less."""
+        """Restore the plan before the last trials, if there is room for it: its steps were shorter."""
         assert self._pace.replaced is not None
         plan, seconds = self._pace.replaced
         self._pace.replaced = None

@@ -1,7 +1,7 @@
 """An optimizer that is made after prepare: its states are placed before its first step makes them.
 
-`attach_late` is called when that step begins. There are gradients then, so only states are placed; the next forward
-places everything by what the first pass took.
+`attach_late` is called when that step begins. Gradients exist at that time, so only states are placed; the next forward
+places everything by the memory of the first pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerostd.replanning.moving import move
 
 
 def attach(runtime: Runtime, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-    """Take over an optimizer, and let the plan follow what steps show."""
+    """Take over an optimizer, and revise the plan from measured steps."""
     optimizer = attach_optimizer(runtime, inner)
     adapt(runtime)
     return optimizer

@@ -49,7 +49,7 @@ class DeviceMeter:
         return self._ledger.most[Tier.DEVICE] + self._activations.counted().total
 
     def reset(self) -> None:
-        """Take the peak from here on."""
+        """Measure the peak from here on."""
         if self.has_allocator:
             torch.accelerator.reset_peak_memory_stats(self._device)
         self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
@@ -60,8 +60,8 @@ class DeviceMeter:
         self._held_before = self._ledger.held[Tier.DEVICE]
 
     def note_pass(self) -> None:
-        """Remember what a pass took, before a step makes states. Gradients that came while it ran count too: whether
-        they were there at its peak is not known."""
+        """Remember what a pass took, before a step makes states. Gradients that came during the pass count too, because
+        they may have been there at its peak."""
         self._pass_bytes = max(self._pass_bytes, self.peak() - self._held_before)
 
     def shortage(self) -> str:
@@ -81,8 +81,8 @@ class DeviceMeter:
         return passed if passed > 0 else otherwise
 
     def cap(self, *, is_on: bool) -> None:
-        """Let torch's allocator refuse, in a pass that nobody has seen yet, what passes the user's limit. It counts
-        cached blocks too, so later passes, whose peaks are known, are not held to it."""
+        """Let torch's allocator refuse bytes above the user's limit in a first pass. The cap counts cached blocks too,
+        so it is lifted for later passes, whose peaks are known."""
         if self._budget is None or self._device.type != "cuda" or is_on == (self._part_before is not None):
             return
         part = self._part_before
@@ -105,12 +105,12 @@ class DeviceMeter:
         return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
 
     def give_cache_back(self) -> None:
-        """Let others have what torch keeps for later."""
+        """Give torch's cached memory back to the device."""
         if self.has_allocator:
             torch.accelerator.empty_cache()
 
     def room(self) -> dict[Tier, int]:
-        """Return the bytes that are ours or free. Where the device is the CPU, its memory is the host's."""
+        """Return the bytes of this model plus the free ones. If the device is the CPU, its memory is the host's."""
         free = free_bytes(self._device, None)
         room = {Tier.HOST: self._ledger.held[Tier.HOST] + free["host"] // self._runtime.world.local_size}
         if self.has_allocator:
@@ -118,8 +118,8 @@ class DeviceMeter:
         return room
 
     def limits(self, room: Mapping[Tier, int] | None = None) -> dict[Tier, int]:
-        """Return the bytes to plan with: the budget's, or those there are less a margin. What the device holds beside
-        the model, such as the user's own tensors, is not ours."""
+        """Return the bytes to plan with: those of the budget, or the available ones less a margin. Bytes of the device
+        outside the model, such as the user's own tensors, are left out."""
         settings = self._runtime.settings
         assert settings.plan is not None
         limits = dict(settings.plan.limits)
@@ -131,21 +131,21 @@ class DeviceMeter:
 
     def needs(self, tier: Tier) -> int:
         """Return the bytes planned for a tier or held there; on an accelerator also those that are not the model's.
-        Gradients have no memory between steps, so what is held then says too little."""
+        Gradients have no memory between steps, so the held bytes alone are too few."""
         plan = self._runtime.settings.plan
         held = self._ledger.held[tier]
         others = self.now() - held if tier is Tier.DEVICE else 0
         return others + max(held, 0 if plan is None else plan.predicted.total(tier))
 
     def activation_bytes(self) -> int | None:
-        """Return the most that the device held beside model state since `reset`; None where only counts tell."""
+        """Return the most bytes held besides model state since `reset`; None if only counts are known."""
         if not self.has_allocator:
             return None
         return max(0, self._pass_bytes, self.peak() - self._ledger.most[Tier.DEVICE])
 
     def activations_of(self, plan: Plan, profile: ModelProfile) -> int:
-        """Return the bytes of activations under a plan: those that groups leave, by a profile that was counted, and
-        what a pass needs beside them for a moment."""
+        """Return the bytes of activations under a plan: those that groups keep, from a counted profile, plus the
+        working memory of a pass."""
         left = 0.0
         inside = 0.0  # of a group that is recomputed
         leaving = 0.0  # of a group whose activations, or inputs, go to the host

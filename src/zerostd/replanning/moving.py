@@ -1,8 +1,8 @@
-"""Another plan while training goes on: states and gradients of a few groups at a time go to other homes, before a
-forward, so that no step waits for gigabytes. Parameters stay where they are. Values do not change by a bit.
+"""Another plan during training: before each forward, states and gradients of a few groups move to other homes, so no
+step waits for gigabytes. Parameters do not move. No value changes by a bit.
 
-Memory off the device is taken ahead, by a thread, for the groups that move next. Their states then go straight from the
-old place to the new one. Groups that do not move go on with their updates meanwhile.
+A thread allocates memory off the device in advance for the groups that move next. Their states then go straight from
+the old place to the new one. Updates of the other groups continue meanwhile.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Change:
 
 
 def can_move(runtime: Runtime, plan: Plan) -> bool:
-    """Return whether states can go to another plan and back, flat by flat, inside its limits of host and disk: what
-    moves exists twice for a moment."""
+    """Return whether states can move to another plan and back, flat by flat, inside its limits of host and disk. A flat
+    that moves exists twice for a moment."""
     sizes = [change.sizes for change in _changes(runtime, _obeying(runtime, plan))]
     held = Counter(runtime.ledger.held)
     _, goes = _in_order(sizes, held, plan.limits)
@@ -146,8 +146,8 @@ class HomeMove:
         self._obey(settings)
 
     def _obey(self, settings: Settings) -> None:
-        """Let updates begin as the new plan says. Until all has moved, each group does with its activations what takes
-        less of the device, before or after: states make room first."""
+        """Let updates begin as the new plan says. Until all has moved, each group handles its activations in the old or
+        the new way, whichever takes less of the device, because states move first."""
         runtime = self._runtime
         names = [group.name for group in runtime.groups]
         before = ways_for(runtime.settings, names)
@@ -203,7 +203,7 @@ class HomeMove:
     @torch.no_grad()
     def advance(self, most_bytes: float = math.inf) -> int:
         """Move the groups whose memory was taken, and return the number of bytes. Then take memory for those that are
-        next. Without a limit all that are left move at once."""
+        next. Without a limit, all remaining groups move at once."""
         self._check()
         if not self._next:
             self.take_ahead(most_bytes)
@@ -287,7 +287,7 @@ def _moves_gradient(flat: Flat, wanted: FlatPlan) -> bool:
 
 
 def _spared(way: Way) -> int:
-    """Return how much less of the device a way to treat activations takes, on a scale."""
+    """Return a rank of the way to handle activations: higher takes less of the device."""
     return 2 if way.tier is not Tier.DEVICE else 1 if way.recomputes else 0
 
 

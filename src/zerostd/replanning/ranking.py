@@ -1,5 +1,5 @@
-"""Candidates, ranked by the planner on the first rank. That takes seconds, so where an accelerator computes a thread
-does it beside the next steps; where the processor does, it would take its cores from them."""
+"""Candidates, ranked by the planner on the first rank. Ranking takes seconds, so with an accelerator a thread does it
+beside the next steps. If the CPU is the device, a thread would take cores from these steps."""
 
 from __future__ import annotations
 

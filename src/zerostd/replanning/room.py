@@ -1,7 +1,7 @@
-"""Room for passes: what groups keep of one, and whether a plan has room for it, also when a batch is larger.
+"""Room for passes: the activations that groups keep, and whether a plan has room for them, even with a larger batch.
 
-A rank that sees a larger batch cannot wait for the others, who may not: where the plan has no room for it, this rank
-recomputes all groups from this pass on, which needs no word from anybody. The next check makes a plan of it on all
+A rank that sees a larger batch cannot wait for the others, whose batch may be small. If the plan has no room, this rank
+recomputes all groups from this pass on, without asking the others. The next check makes a plan for this batch on all
 ranks.
 """
 
@@ -38,7 +38,7 @@ class PassRoom:
         self._before: tuple[int, ModelProfile | None] = (0, None)  # these, before the last larger input
 
     def count(self) -> ModelProfile | None:
-        """Return what groups keep of a pass, once one was counted."""
+        """Return the bytes that groups keep of a pass, once a pass was counted."""
         self.profile = self.profile or counted_profile(self._runtime)
         return self.profile
 
@@ -54,8 +54,8 @@ class PassRoom:
         return self._meter.activations_of(plan, self.profile)
 
     def follow_input(self, plan: Plan) -> bool:
-        """Look at the input of the pass that begins. False if it is larger than any before and even recomputing does
-        not hold it."""
+        """Look at the input of the pass that begins. False if it is larger than any before and does not fit even with
+        recomputing."""
         size = self._runtime.backward.passes.input_bytes
         before = self._largest
         if size <= GREATER * before:
@@ -77,7 +77,7 @@ class PassRoom:
         return self.holds(self._recomputing(plan))
 
     def take_back(self) -> None:
-        """Forget the last input: its pass is not made."""
+        """Forget the last input, whose pass is not made."""
         self._largest, self.profile = self._before
         self.obey_plan()
 
@@ -88,7 +88,7 @@ class PassRoom:
             self._runtime.backward.activations.change(dict.fromkeys(names, self._least_way))
 
     def obey_plan(self) -> None:
-        """Let groups do with their activations what the plan says."""
+        """Let groups handle their activations as the plan says."""
         if self.why_grown:
             self.why_grown = ""
             names = [group.name for group in self._runtime.groups]

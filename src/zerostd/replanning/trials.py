@@ -1,4 +1,4 @@
-"""Trials: candidates that real steps are made with, one after the other. Placements give the same bits, so nothing is
+"""Trials: candidates that are tried in real steps, one after the other. Placements give the same bits, so nothing is
 lost by trying; the fastest stays, and measured seconds count for more than predicted ones."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Revision:
 
 
 class Trials:
-    """The present plan, candidates to be tried, and what their steps took."""
+    """The present plan, the candidates, and their measured steps."""
 
     def __init__(self, present: Plan, candidates: Sequence[Plan], measured_s: float, why: str) -> None:
         self.why = why  # they are made
@@ -50,7 +50,7 @@ class Trials:
         self._measured.append((plan, measured_s))
 
     def winner(self) -> Plan:
-        """Return the plan that stays, with all that was measured: the fastest, if it is faster by enough."""
+        """Return the plan that stays, with all measurements: the fastest, if it is faster by enough."""
         present, present_s = self._measured[0]
         best, best_s = min(self._measured, key=lambda pair: pair[1])
         if best_s > present_s * (1 - WORTH_KEEPING):
@@ -66,7 +66,7 @@ def is_same(plan: Plan, other: Plan) -> bool:
 
 
 def name_of(plan: Plan) -> str:
-    """Return what sets a plan apart, in a few words."""
+    """Return what distinguishes a plan, in a few words."""
     homes = list(plan.homes.values())
     shares = {tier: sum(part for home in homes for where, _, part in home.states if where is tier) for tier in Tier}
     total = sum(shares.values()) or 1.0

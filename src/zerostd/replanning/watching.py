@@ -74,7 +74,7 @@ class StepWatch:
         return is_over
 
     def end(self, activation_bytes: int | None) -> ObservedStep:
-        """Return what the steps took."""
+        """Return the times of the steps."""
         spent = self._runtime.gatherer.timer.stop()
         self._runtime.finish_updates()
         num_passes = self._runtime.backward.passes.num_before
@@ -94,8 +94,8 @@ class StepWatch:
 
 
 class Pace:
-    """How long steps take, and when to look for a faster plan again. Each round of trials doubles the time to the
-    next: a plan does not go back and forth."""
+    """How long steps take, and when to look for a faster plan again. Each round of trials doubles the time to the next,
+    so that plans do not alternate."""
 
     def __init__(self, step: int) -> None:
         self.step = step  # that has begun

@@ -1,7 +1,7 @@
 """Numbers of a run as plain data: speed, losses, quality, what was busy, what the loop waited for, memory, leaks.
 
 `report` calls each function here with a `Run`. A step takes as long as its slowest rank; its samples and tokens are
-those of all ranks, its loss is their mean. Where there are more points than a page can show, what stands out stays.
+those of all ranks, its loss is their mean. If there are too many points for a page, the outstanding ones are kept.
 """
 
 from __future__ import annotations

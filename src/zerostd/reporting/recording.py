@@ -1,8 +1,8 @@
 """Recording: what happens while a model trains, as lines in a run directory (docs/run-directory.md).
 
-Every step leaves a line of its length and one of memory. Events, which cost more, are taken of one step in `every`: an
-average below a hundredth of a step. Numbers that are still on the device, such as a loss, are written when they are
-there, so recording holds up nothing. Each rank writes its own file.
+Every step leaves a line of its length and one of memory. Events cost more, so they are recorded in one step of `every`:
+on average less than a hundredth of a step. Numbers that are still on the device, such as a loss, are written when they
+have arrived, so recording delays nothing. Each rank writes its own file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run directories: their format as types, and how they are read.
 
 docs/run-directory.md is the same in words. `recording` writes lines of these types; `read_run` returns them as a `Run`,
-from which report, trace and scalars are made. A null is the same as a field that is left out. Lines that cannot be read
-are left out, counted and named in the run's notices.
+from which report, trace and scalars are made. A null field counts as left out. Lines that cannot be read are left out,
+counted and named in the run's notices.
 """
 
 from __future__ import annotations

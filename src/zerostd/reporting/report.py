@@ -1,4 +1,4 @@
-"""All that a page shows, as plain data that JSON can hold: one object for each run, and how they differ.
+"""All numbers of a page as plain data for JSON: one object for each run, and the differences.
 
 In: runs, as `read_run` returns them. Out: a dict for `report_json` and `page_of`. The command `report` calls these.
 """

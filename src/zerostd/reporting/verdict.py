@@ -1,4 +1,4 @@
-"""What a run amounts to, in two or three sentences: what bounds a step, what more memory would save, what to try."""
+"""The verdict on a run, in two or three sentences: what bounds a step, what more memory would save, what to try."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _bound(run: dict[str, Any]) -> Iterator[str]:
         share = percent_text(min(1.0, waited))
         yield f"The loop waits {share} of a step, mostly for {cause}. {TRY.get(cause, '')}".rstrip()
     elif first == "device":
-        yield "Offloading costs almost no time."
+        yield "The loop hardly waits for transfers or updates."
 
 
 def _more_memory(run: dict[str, Any]) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""When things move: hooks on the user's modules, gathering ahead, reducing behind."""
+"""When things move: hooks on the user's modules, gathering before use, reducing after it."""

@@ -1,12 +1,12 @@
 """Reads and writes of parameters wherever the user's code touches them.
 
-A parameter that shows its values needs nobody. One that does not asks here (parameters/prepared.py):
+A parameter that shows its values needs no access. One that does not show them asks here (parameters/prepared.py):
 
     its group rests on the device      wait until the new values are there; it shows them from then on
     a forward is running               gather its group, and from then on whenever the reader is
     else                               a copy of its group's values, kept until another group is touched
 
-What was written goes to where parameters rest at once, and to the masters before they are used next.
+Writes go to the parameters' home at once, and to the masters before their next use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerostd.scheduling.gathering import Gatherer
 
 
 class ModelGradients(Protocol):
-    """What is asked of the gradients of the model."""
+    """The methods of the model's gradients that access needs."""
 
     def check_unlocked(self, call: str) -> None:
         """Raise if `call` comes between backward and step, where an update has begun inside backward."""
@@ -44,12 +44,12 @@ READ_ONLY = (
 
 
 def not_writable(name: str, where: str) -> MisuseError:
-    """Return the error of a write to a parameter; `where` it was made comes with the remedy."""
+    """Return the error for a write to a parameter; `where` names the place and the remedy."""
     return MisuseError(f"{name!r} or a parameter of its group was changed inside {where}")
 
 
 class ParameterAccess:
-    """The way to the values of all parameters of one prepared model."""
+    """Gives access to the values of all parameters of one prepared model."""
 
     def __init__(self, gatherer: Gatherer, gradients: ModelGradients) -> None:
         self.gatherer = gatherer
@@ -68,7 +68,7 @@ class ParameterAccess:
         self._read_only: str | None = None  # where writes are refused now: the context, and the remedy
 
     def install(self) -> None:
-        """Let parameters ask here."""
+        """Let parameters ask this object for their values."""
         for parameter in self.places:
             parameter.__dict__[ACCESS] = weakref.ref(self)
         self._references = [weakref.ref(parameter) for parameter in self.places]
@@ -77,7 +77,7 @@ class ParameterAccess:
                 group.show_values()
 
     def remove(self) -> None:
-        """Leave parameters as they were."""
+        """Restore the parameters as they were."""
         for flat in (flat for group in self.gatherer.groups for flat in group.flats):
             flat.restore_classes()
         self._references = []

@@ -1,11 +1,11 @@
-"""Activations: what autograd saves in a group's forward rests elsewhere until the group's backward.
+"""Activations: what autograd saves in a group's forward is kept elsewhere until the group's backward.
 
-Saved tensors go through a pack hook of autograd's while a group runs whose activations do not stay. Parameters and
-buffers are not activations, and small tensors are not worth moving: both stay. A group that is recomputed keeps its
-inputs only, and runs again in backward: torch's checkpointing does it, but here inputs may rest elsewhere meanwhile.
-Where some groups send their activations away, the others make room for those in transit: before they run, and after
-backward has passed them. The bytes that such a group keeps are taken from a group like it that sends its own: of the
-same class, with parameters of the same shapes and as many bytes of output.
+While a group runs whose activations leave the device, saved tensors go through a pack hook of autograd. Parameters and
+buffers are not activations, and small tensors are not worth moving: both stay. A recomputed group keeps only its inputs
+and runs again in backward. This is torch's checkpointing, except that the inputs may be kept elsewhere meanwhile. If
+some groups send their activations away, the other groups make room for those in transit: before they run, and after
+backward has passed them. The bytes that such a group keeps are estimated from a similar group that sends its
+activations: one of the same class, with parameters of the same shapes and as many bytes of output.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Activations:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is done with activations but keeping them."""
+        """Whether any group does something other than keep its activations."""
         is_changed = any(way is not Way.DEVICE for way in self._ways.values())
         return self.offloader.peers is not None or is_changed or self.counter.is_on
 
     def count(self) -> None:
-        """Count what groups keep of the next pass."""
+        """Count the activations that groups would keep in the next pass."""
         self.counter.is_on = True
 
     def change(self, ways: Mapping[str, Way]) -> None:
@@ -123,7 +123,7 @@ class Activations:
         self._undo.close()
 
     def begin(self) -> None:
-        """Begin a forward of the root. One that was interrupted may not have ended."""
+        """Begin a forward of the root. An interrupted forward may not have ended."""
         if self._running is not None:
             self._stop_packing()
         self.offloader.end_backward()
@@ -164,9 +164,9 @@ class Activations:
             self.counter.enter(group.name, inputs if _has_parts(module) else ())
 
     def leave(self, group: Group, module: nn.Module, output: Any) -> Passed | None:
-        """End a group's forward, without an output if it failed. What it left goes on its way, unless nobody will come
-        back for it. For one whose activations stay, return what the offloader's `pass_back` needs, if something left
-        before it."""
+        """End a group's forward, without an output if it failed. Its activations start to leave, unless no backward
+        will need them. If its activations stay and others have left before, return what the offloader's `pass_back`
+        needs."""
         inputs = self._inputs
         self._inputs = {}
         self.counter.leave()
@@ -188,7 +188,7 @@ class Activations:
         return None if self._last is None else (self._last, size)
 
     def _stop_packing(self) -> GroupActivations:
-        """Return what the group that runs has left."""
+        """Return the activations that the running group has left."""
         assert self._running is not None
         _, activations, hooks = self._running
         self._running = None
@@ -196,7 +196,7 @@ class Activations:
         return activations
 
     def _like(self, module: nn.Module, output: Any) -> tuple[Any, int]:
-        """Return a key that is the same for forwards that leave as much."""
+        """Return a key that is equal for forwards that leave equally many bytes."""
         if module not in self._kinds:
             self._kinds[module] = (type(module), *(p.shape for p in module.parameters()))
         return self._kinds[module], sum(tensor.nbytes for tensor in tensors_in(output))
@@ -234,7 +234,7 @@ class Activations:
 
     @torch.no_grad()
     def _pack(self, activations: GroupActivations, tensor: torch.Tensor) -> GiveBack:
-        """Let a tensor that is saved travel with the activations of its group, or keep it."""
+        """Let a saved tensor travel with the activations of its group, or keep it."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return _kept(tensor, may_change=True)
         storage = tensor.untyped_storage()
@@ -249,7 +249,7 @@ class Activations:
         return functools.partial(self._bring_back, activations, saved, layout)
 
     def _saved_storage(self, tensor: torch.Tensor, storage: Storage, tier: Tier) -> SavedStorage:
-        """Return the one that has this storage in this tier already, or a new one."""
+        """Return the saved storage that already has this storage in this tier, or a new one."""
         if (id(storage), tier) in self._known:
             seen, known = self._known[id(storage), tier]
             saved = known()
@@ -261,7 +261,7 @@ class Activations:
 
     @torch.no_grad()
     def _bring_back(self, activations: GroupActivations, saved: SavedStorage, layout: TensorLayout) -> torch.Tensor:
-        """Return a saved tensor that left."""
+        """Return a saved tensor that had left the device."""
         timer = self._gatherer.timer
         with self._gatherer.turn:
             phase = timer.mark(LoopPhase.WAITING, "activations")
@@ -273,12 +273,12 @@ class Activations:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Return whether recomputing a module spares anything: one without parts keeps its inputs and little else."""
+    """Return whether recomputing a module saves memory: a module without submodules keeps little besides its inputs."""
     return next(module.children(), None) is not None
 
 
 def _kept(tensor: torch.Tensor, *, may_change: bool = False) -> GiveBack:
-    """Keep a saved tensor where it is; without its place in the graph, which would hold itself."""
+    """Keep a saved tensor where it is, but detached: otherwise the graph would keep itself alive."""
     kept = tensor.detach()
     version = None if may_change else version_of(tensor)
 
@@ -333,8 +333,8 @@ def _run_twice(
     changing: set[str],
     counting: Counting,
 ) -> Callable[[torch.Tensor], Any]:
-    """Return one call of a forward: with its inputs the first time, with what was kept of them from then on. Buffers
-    that it changes, such as statistics, change once: `changing` learns which these are."""
+    """Return one call of a forward, which uses its inputs the first time and the kept inputs afterwards. Buffers that
+    it changes, such as statistics, change only once; `changing` collects their names."""
     kept: dict[int, tuple[GiveBack, bool]] = {}  # by placeholder; whether it gets a gradient
     first = [(args, kwargs)]
     buffers: dict[str, torch.Tensor] = {}  # as the first call found them, if it changed them
@@ -374,7 +374,7 @@ def _run_twice(
 
 @contextlib.contextmanager
 def _buffers_of_before(module: nn.Module, before: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Let a module have copies of earlier buffers meanwhile."""
+    """Give a module copies of its earlier buffers inside the context."""
     owners = [(module.get_submodule(name.rpartition(".")[0])._buffers, name.rpartition(".")[2]) for name in before]
     originals = [buffers[short] for buffers, short in owners]
     for (buffers, short), value in zip(owners, before.values(), strict=True):

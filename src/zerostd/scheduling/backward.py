@@ -1,8 +1,8 @@
 """One backward pass from its first sign to its end.
 
-Gradients come in by their parameters' hooks. When the last one of a group is there, the group is released and reduced,
-in one order that all ranks share: a rank which uses other parameters than its peers still meets them in every
-collective. What never arrives counts as zero and is sent when the pass ends. Then ranks agree which parameters anyone
+Gradients come in by their parameters' hooks. When the last gradient of a group is there, the group is released and
+reduced, in one order that all ranks share. So ranks that use different parameters still meet in every collective. A
+gradient that never arrives counts as zero and is sent when the pass ends. Then ranks agree which parameters anyone
 used: those without a gradient anywhere keep `p.grad is None`, as in torch. In the last pass of a step, a group whose
 gradient has landed and whose parameters backward needs no more may be updated, while the pass goes on for others.
 """
@@ -58,7 +58,7 @@ class BackwardPass:
         self._to_send = list(self.gradients.values())[::-1]
 
     def is_complete(self, group: Group) -> bool:
-        """Return whether all gradients of a group are here; always, if none of it trains."""
+        """Return whether all gradients of a group are here; always true for a frozen group."""
         return group not in self.gradients or self.gradients[group].num_missing == 0
 
     def next_to_send(self, *, only_complete: bool) -> GroupGradients | None:
@@ -87,12 +87,12 @@ class PassCounter:
 
     @property
     def is_last(self) -> bool:
-        """Whether the pass that runs now makes the step complete; a guess, unless the user has said how many do."""
+        """Whether the running pass completes the step; a guess, unless the user has said how many passes do."""
         return self.num_done + 1 == (self.accumulate or self.num_before)
 
     @property
     def is_certain(self) -> bool:
-        """Whether the step before had as many passes as the user has said."""
+        """Whether the previous step had as many passes as the user has said."""
         return self.num_steps > 0 and self.num_before == self.accumulate
 
     def check(self, *, updates_began: bool) -> None:
@@ -105,7 +105,7 @@ class PassCounter:
             )
 
     def step(self) -> None:
-        """Count a step, and start over with its passes."""
+        """Count a step, and reset the count of passes."""
         self.num_before = max(1, self.num_done)
         self.num_done = 0
         self.num_steps += 1
@@ -147,11 +147,11 @@ class Backward:
 
     @property
     def _syncs(self) -> bool:
-        """Whether this pass sends gradients. A worker of parameter servers does so once a step, in the last pass."""
+        """Whether this pass sends gradients. A worker of parameter servers sends them once a step, in the last pass."""
         return self.is_syncing and (self.passes.is_last or not self.gatherer.wires.world.is_worker)
 
     def begin(self, trainer: threading.Thread | None = None) -> BackwardPass:
-        """Begin a pass of the thread `trainer`, by default this one, if none is running. Any hook may come first."""
+        """Begin a pass of the thread `trainer`, by default this one, if none is running. Any hook may call it first."""
         turn = self.gatherer.turn
         if self._pass is not None:
             if trainer is not None:
@@ -235,9 +235,9 @@ class Backward:
                 self._send(running, only_complete=True)
 
     def done_with(self, group: Group) -> None:
-        """Release a group that backward needs no more: all its gradients are here, and those of its modules' inputs.
-        Gradients alone say too little, since a frozen or detached weight may still be needed. Groups whose inputs get
-        no gradient are the first of the model: backward comes to them last, and they stay until it ends."""
+        """Release a group that backward no longer needs: all its gradients are here, and those of its modules' inputs.
+        Its own gradients are not enough, since a frozen or detached weight may still be needed. Groups whose inputs get
+        no gradient are the first of the model: backward reaches them last, and they stay until it ends."""
         running = self._pass
         if running is not None and group.is_passed and running.is_complete(group) and not running.keeps_graph:
             group.end_backward()
@@ -254,7 +254,7 @@ class Backward:
             updates.start(group)
 
     def _send(self, running: BackwardPass, *, only_complete: bool) -> None:
-        """Reduce in the shared order, as far as groups are complete."""
+        """Reduce groups in the shared order, up to the first incomplete one."""
         while (gradients := running.next_to_send(only_complete=only_complete)) is not None:
             self.gatherer.wait_updates(gradients.group)  # its last update reads what is now overwritten
             if self.group_updates is not None:
@@ -266,7 +266,7 @@ class Backward:
                     self._report(running, group)
 
     def end(self) -> None:
-        """End the pass: send what is left, show handles, ask who used what."""
+        """End the pass: send the remaining gradients, show handles, and let ranks agree which parameters were used."""
         with self.gatherer.turn:
             self._end()
 
@@ -317,8 +317,8 @@ class Backward:
         return trained in self._used and trained.parameter.grad is not None
 
     def _learn_order(self, completed: list[Group]) -> None:
-        """Reduce from now on in the order in which rank 0 saw groups complete, and update in the order in which it
-        needed them. Ranks that saw another order follow: what matters is that all have the same."""
+        """Reduce groups from now on in the order in which they completed on rank 0, and update them in the order in
+        which rank 0 needed them. Ranks that saw another order follow: all ranks must use the same order."""
         groups = self.gatherer.groups
         index = {group: position for position, group in enumerate(groups)}
         seen = ([index[group] for group in completed], [index[group] for group in self.gatherer.in_forward_order()])
@@ -331,7 +331,7 @@ class Backward:
         self.order_is_learnt = True
 
     def resume(self, num_passes: int, names: Collection[str]) -> None:
-        """Go on in the middle of a step: so many passes are done, and the gradients of these parameters have landed."""
+        """Continue a step after this number of passes; the gradients of these parameters have landed."""
         for trained in self.trained:
             has_landed = trained.handle.of in names
             assert trained.flat.gradient is not None
@@ -353,6 +353,6 @@ class Backward:
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether gradients that are still wanted wait for a pass outside no_sync."""
+        """Whether gradients still wait for a pass outside no_sync."""
         with no_torch_function():
             return any(GRAD.__get__(trained.parameter) is not None for trained in self._used)

@@ -1,8 +1,8 @@
 """What autograd saves in each group's forward, counted only in passes for which it is asked.
 
-A pack hook looks on and hands what is saved to whoever packs it at that moment: torch's checkpointing, or nobody. So a
-recomputed group shows what it would keep, and keeps nothing. Each storage counts once, in the group that saves it
-first; parameters and buffers do not count.
+A pack hook counts each saved tensor and passes it on to the next pack hook, such as that of torch's checkpointing. So
+the bytes that a recomputed group would keep are counted, although it keeps nothing. Each storage counts once, in the
+group that saves it first; parameters and buffers do not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CountedBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """On the device at most, but for what is on its way to the host."""
+        """The most bytes on the device, without those on their way to the host."""
         return self.left + self.inside
 
 
@@ -55,7 +55,7 @@ class ActivationCounter:
         self._seen_inputs: set[StorageWeakRef] = set()
 
     def begin(self) -> None:
-        """Begin a forward of the root. One that was interrupted may not have ended."""
+        """Begin a forward of the root. An interrupted forward may not have ended."""
         self._running.close()
         self._seen.clear()
         self._seen_inputs.clear()
@@ -75,7 +75,7 @@ class ActivationCounter:
 
     @contextlib.contextmanager
     def within(self, group: str) -> Iterator[None]:
-        """Count what is saved in a `with` block, if anybody asks for it."""
+        """Count what is saved in a `with` block, if counting is on."""
         if not self.is_on or not torch.is_grad_enabled():
             yield
             return

@@ -1,19 +1,19 @@
 """When groups are gathered and released: before use, after use, and the next one ahead of time.
 
 Hooks say which group is needed in which pass; the group does the work. The order of groups is learnt by watching: for
-each group and phase, who came next last time. It is a prediction only: a group that was not expected is gathered when
-it is needed, one expected wrongly is released at the end of the pass. Results do not depend on it. Ranks that took
-different branches would meet in different gathers, so all confirm a gather that was not expected before it starts.
+each group and phase, who came next last time. The order is only a prediction: an unexpected group is gathered when it
+is needed, one expected wrongly is released at the end of the pass. Results do not depend on the prediction. Ranks that
+took different branches would meet in different gathers, so all ranks confirm an unexpected gather before it starts.
 
 [Note: streaming] In a forward without gradients, in a world of one, the link has nothing else to carry. So copies enter
-its stream at once, behind events and never behind the host; two groups are on their way while one computes; and behind
-the last group come the first ones of the next forward, which stay gathered until then. A loop that makes tokens keeps
-the link busy while it waits for each of them.
+its stream at once, where they wait for events and never for the host. Two groups are on their way while one computes.
+The first groups of the next forward follow the last group and stay gathered until then. So a loop that generates tokens
+keeps the link busy while it waits for each token.
 
 [Note: short of device memory] A gather that does not fit is tried once more, after the device has done all its work and
-its allocator has given back what it keeps. From then on groups are gathered when they are needed. A rank by itself
-gives back at once what it gathered ahead; several take the same gathers in the same order, so they stop gathering ahead
-together, when they agree next.
+its allocator has given back what it keeps. From then on groups are gathered when they are needed. A single rank frees
+prefetched groups at once. Several ranks must make the same gathers in the same order, so they stop prefetching
+together, at their next agreement.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Gatherer:
         self._stream: torch.Stream | None = None  # of the last forward: groups that it left were gathered there
 
     def need(self, group: Group, phase: LoopPhase) -> None:
-        """Return when `group` and those it borrows are gathered; the groups expected next are on their way then."""
+        """Return when `group` and those it borrows are gathered; by then, the groups expected next are on their way."""
         if not self._learn(group, phase) and group.state is GroupState.RELEASED:
             self.control.confirm(f"the gather of group {group.name!r}")
         self.timer.at(group.name)
@@ -95,8 +95,8 @@ class Gatherer:
         self.wait_gather(group)
 
     def start_gather(self, group: Group, *, is_ahead: bool = False) -> None:
-        """Start gathering a released group; nothing to do for others. A rank by itself leaves one that does not fit
-        on the device, if it is not needed yet."""
+        """Start gathering a released group; nothing to do for others. A single rank skips a group that does not fit on
+        the device, if it is not needed yet."""
         if group.state is not GroupState.RELEASED:
             return
         self.wait_updates(group)
@@ -156,8 +156,8 @@ class Gatherer:
             self.timer.mark(phase)
 
     def wait_all(self, *, on_host: bool = False) -> None:
-        """Wait for every gather in flight: what the stream does next comes behind them. With `on_host`, what the host
-        does next does too, so where parameters are kept may be written."""
+        """Let the stream wait for every gather in flight. With `on_host`, the host waits too, so the parameters' home
+        may be written."""
         for group in self.groups:
             self.wait_gather(group)
         device = self.wires.world.device
@@ -165,7 +165,7 @@ class Gatherer:
             torch.accelerator.synchronize(device)
 
     def release(self, group: Group) -> None:
-        """Give a group's memory back; one that rests gathered or that someone holds stays."""
+        """Free a group's memory, unless the group is kept gathered or someone holds it."""
         if group.is_releasable:
             self.wait_gather(group)
             group.release()
@@ -177,7 +177,7 @@ class Gatherer:
             self.release(group)
 
     def release_all(self, *, is_backward: bool, but_kept: bool = False) -> None:
-        """End a pass: release whatever is still gathered, but what backward begins with if `but_kept`."""
+        """End a pass: release all gathered groups; with `but_kept`, except those with which backward begins."""
         for group in self.groups:
             group.end_pass(is_backward=is_backward)
             if but_kept:
@@ -186,8 +186,8 @@ class Gatherer:
                 self.release(group)
 
     def renew(self, group: Group) -> None:
-        """Let the next use see an update that was started. A group that rests elsewhere is gathered then. The other
-        slices of one that rests here start coming in now."""
+        """Let the next use see an update that was started. A group that is kept elsewhere is gathered then. A group
+        that is kept here starts to receive the other ranks' slices now."""
         self.check_unpinned([group])
         group.drop_secondary()
         if group.gathers:
@@ -204,7 +204,7 @@ class Gatherer:
             raise MisuseError("optimizer.step() inside zerostd.gathered(): leave the context before the step")
 
     def begin(self, phase: LoopPhase) -> None:
-        """Begin a pass. The group that was first in the last such pass may start."""
+        """Begin a pass. Prefetch the group that was first in the last such pass."""
         self._last[phase] = None
         self._is_streaming = False
         if phase is LoopPhase.FORWARD:
@@ -245,7 +245,7 @@ class Gatherer:
         return first
 
     def in_forward_order(self) -> list[Group]:
-        """Return groups as the last forward needed them, those it did not need behind."""
+        """Return groups in the order of the last forward, followed by those that it did not need."""
         ordered: dict[Group, None] = {}
         group = self._next.get((LoopPhase.FORWARD, None))
         while group is not None and group not in ordered:
@@ -254,7 +254,7 @@ class Gatherer:
         return [*ordered, *(group for group in self.groups if group not in ordered)]
 
     def _learn(self, group: Group, phase: LoopPhase) -> bool:
-        """Remember who came after whom; True if it was expected."""
+        """Remember which group followed which; True if it was expected."""
         last = self._last.get(phase)
         if last is group:
             return True

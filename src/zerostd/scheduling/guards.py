@@ -1,4 +1,4 @@
-"""Guards against calls on a prepared module that would go wrong silently: they are done right, or refused.
+"""Guards against calls on a prepared module that would go wrong silently: a guard makes the call work, or refuses it.
 
     .to(), .half(), .cuda()   fine while they change nothing; otherwise refused
     state_dict()              works where parameters are gathered; refused where they are sharded

@@ -81,7 +81,7 @@ class Hooks:
             self._hooks.append(handle)
 
     def _add(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Call functions before and after a module's forward, the latter also where it failed."""
+        """Call functions before and after a module's forward, the latter even if the forward failed."""
         self._hooks += (
             module.register_forward_pre_hook(no_dynamo(before), prepend=True, with_kwargs=True),
             module.register_forward_hook(no_dynamo(after), with_kwargs=True, always_call=True),
@@ -174,13 +174,13 @@ class Hooks:
         return output
 
     def _explain(self, error: BaseException | None) -> None:
-        """Add to an error of torch's allocator what the model holds of the device, and what would help."""
+        """Add to an error of torch's allocator the bytes that the model holds on the device, and what would help."""
         if isinstance(error, torch.OutOfMemoryError):
             held = self.gatherer.wires.ledger.memory().now.get(Tier.DEVICE.value, {})
             kinds = ", ".join(f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in held.items() if size)
             error.add_note(
-                f"zerostd: beside activations the device holds {kinds or 'nothing'} of this model. Use fewer samples "
-                "in a pass, Placement(activations='recompute'), or Budget(device=...), which makes a plan that fits"
+                f"zerostd: apart from activations, the device holds {kinds or 'nothing'} of this model. Use fewer "
+                "samples in a pass, Placement(activations='recompute'), or Budget(device=...), which plans what fits"
             )
 
     def _backward_begins(self, trainer: threading.Thread, grad: torch.Tensor) -> None:
@@ -274,8 +274,8 @@ def _passed_back(hooks: weakref.ref[Hooks], passed: Passed, grad: torch.Tensor) 
 
 
 def _signs_of_passing(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the inputs of a forward that tell when backward has passed it. Those of an object, such as the keys and
-    values that other blocks have left in a cache, tell only where there are no others."""
+    """Return the inputs of a forward that tell when backward has passed it. Inputs inside an object, such as keys and
+    values that other blocks left in a cache, are used only if there are no other inputs."""
     direct = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.requires_grad]
     return direct or [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
 
@@ -284,9 +284,9 @@ class _InputsHook:
     """A hook on the inputs of one forward of a group, until backward has passed it.
 
     [Note: passed] Of the nodes of a graph that are ready, autograd runs the one that was made last. When it comes to
-    the node that made an input, it has run all nodes of the forward that took this input. So the first input will do:
-    others may be shared with earlier blocks, as a position bias or the output of an encoder is, and get their gradients
-    much later. Leaves say less, since their nodes run as soon as they can: all of them must have their gradients.
+    the node that made an input, it has run all nodes of the forward that took this input. So the first input is enough.
+    Other inputs, such as a position bias, may be shared with earlier blocks and get their gradients much later. Leaves
+    tell less, since their nodes run as soon as they can: all leaves must have their gradients.
 
     torch's own register_multi_grad_hook would hold the graph that it waits for, which then is never freed if its
     backward does not run.
@@ -309,8 +309,8 @@ class _InputsHook:
 
 
 def _made_by(module: nn.Module, inputs: Any, output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a forward made and backward comes back through. One that it took and hands along, as a
-    position bias is from block to block, was made by another one."""
+    """Yield the tensors that a forward made and backward comes back through. A tensor that a forward takes and passes
+    on, such as a position bias, was made by another forward."""
     taken = {id(tensor) for tensor in tensors_in(inputs)}
     for tensor in (*tensors_in(output), *_left_on(module)):
         if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in taken:

@@ -41,14 +41,14 @@ class ActivationOffloader:
     # Forward
 
     def begin(self) -> None:
-        """Begin another pass. One without gradients passes nothing, and nothing is learnt from it."""
+        """Begin another pass. A forward without gradients offloads nothing, and is not recorded."""
         if self._staying:
             self._staying_before = self._staying
         self._staying = []
         self._leaving = deque(ref for ref in self._leaving if _here([ref]))
 
     def send(self, activations: GroupActivations) -> None:
-        """Let activations leave. Everything of their forward is in the current stream."""
+        """Let activations leave. All work of their forward is already in the current stream."""
         new = [storage for storage in activations.storages if not storage.has_copy]
         if activations.tier is Tier.DEVICE:
             for storage in new:
@@ -62,8 +62,8 @@ class ActivationOffloader:
         self._let_go(NUM_GROUPS, 0 if activations.tier is Tier.DISK else self._bytes_to_come)
 
     def pass_by(self, size: int) -> None:
-        """Note that a group ran and kept so many bytes, as far as is known. After the last such group, nothing that
-        left is still here. Before, the device waits only if more bytes are leaving than the later groups will keep."""
+        """Note that a group ran and kept this many bytes, if known. After the last such group, all offloaded
+        activations have left. Before, the device waits only if more bytes are leaving than later groups keep."""
         self._staying.append(size)
         if self._staying_before:
             share = max(0.0, 1.0 - len(self._staying) / len(self._staying_before))
@@ -71,13 +71,13 @@ class ActivationOffloader:
 
     @property
     def _bytes_to_come(self) -> int:
-        """Bytes that groups are still going to keep in this pass, if it is like the one before."""
+        """Bytes that the remaining groups of this pass will keep, if it is like the previous pass."""
         if len(self._staying) >= len(self._staying_before):
             return 0
         return max(0, sum(self._staying_before) - sum(self._staying))
 
     def _let_go(self, num_groups: int, num_bytes: int) -> None:
-        """Free what left first, until at most this many groups or bytes are leaving."""
+        """Free the oldest departures, until at most this many groups or bytes are leaving."""
         while len(self._leaving) > num_groups and num_bytes_of(_here(self._leaving)) > num_bytes:
             for activations in _here([self._leaving.popleft()]):
                 if activations not in self._wanted:
@@ -87,14 +87,14 @@ class ActivationOffloader:
     # Backward
 
     def pass_back(self, activations: GroupActivations | None, size: int) -> None:
-        """Take note that the backward of a group begins that kept so many bytes, so those of the one before are free.
-        What was left last before that group comes back, and more, as far as there is room."""
+        """Note that the backward of a group begins that kept this many bytes, so the bytes of the group before are
+        free. The activations that left last before that group come back, and more if there is room."""
         self._freed += self._held
         self._held = size
         self._bring_ahead([] if activations is None else self._ahead(activations, 0))
 
     def want(self, activations: GroupActivations) -> None:
-        """Return when activations are here to be used; those used next are on their way then."""
+        """Return when activations are here; by then, the activations used next are on their way."""
         if self._used is activations:
             return
         wanted = self._ahead(activations, NUM_GROUPS)
@@ -125,8 +125,8 @@ class ActivationOffloader:
             activations.forget()
 
     def _ahead(self, activations: GroupActivations, least: int) -> list[GroupActivations]:
-        """Return what to bring: of these and those used after them so many at least, those that are coming, and those
-        that there is room for. Not those that have not left yet, nor more than that on disk: staging is for two."""
+        """Return the activations to bring back: at least this many from the given ones on, those that are coming, and
+        those that fit. Not those that have not left yet, nor more on disk than staging holds."""
         ahead: list[GroupActivations] = []
         size = 0
         for index, following in enumerate(activations.chain()):

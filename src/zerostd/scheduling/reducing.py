@@ -1,8 +1,8 @@
 """Reduce a group's gradients and land them where they rest.
 
-In comes what one backward pass brought for a group; out goes, on every rank, the mean of its region. Groups that shard
-gradients pass through one of two staging buffers as large as the two largest of them, so the memory this takes does not
-grow with the model. Nothing here knows when a pass begins or ends: that is backward.py.
+The input is the gradients of one backward pass for a group; the output, on every rank, is the mean of its region.
+Groups that shard gradients pass through one of two staging buffers as large as the two largest of them, so the memory
+this takes does not grow with the model. backward.py decides when a pass begins and ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GroupGradients:
             self._added[trained.flat].add(trained.index)
 
     def skip(self, trained: TrainedParameter) -> bool:
-        """Expect no gradient of one parameter any more: it counts as none. False if that is known."""
+        """Stop expecting a gradient of one parameter: it counts as missing. Returns False if that was known already."""
         if trained in self._skipped:
             return False
         self._skipped.add(trained)
@@ -69,12 +69,12 @@ class GroupGradients:
         return True
 
     def drop(self) -> None:
-        """Free autograd's own memory: the gradients were copied to where they go."""
+        """Free autograd's own memory: the gradients were copied."""
         for row in self.grads.values():
             row[:] = [None] * len(row)
 
     def wanted(self, flat: Flat) -> list[bool]:
-        """Return by parameter whether the gradient of earlier passes is still wanted: those untouched show theirs."""
+        """Return for each parameter whether the gradient of earlier passes still counts."""
         added = self._added[flat]
         pairs = enumerate(zip(self.arrived[flat], flat.parameters, strict=True))
         with no_torch_function():
@@ -112,8 +112,8 @@ class Reducer:
         self._landing = []
 
     def launch(self, arrivals: GroupGradients, *, sync: bool, is_last: bool = False) -> list[Group]:
-        """Start the way of one group's gradients to rest; without `sync`, only sum them up locally. In the last pass
-        of a step, what the CPU will read goes on to the host. Returns the groups that have landed by now."""
+        """Start reducing one group's gradients; without `sync`, only sum them locally. In the last pass of a step, the
+        parts that the CPU will read continue to the host. Returns the groups that have landed by now."""
         group = arrivals.group
         is_alone = self.wires.is_alone
         landed: list[Group] = []
@@ -170,7 +170,7 @@ class Reducer:
             self._wait_for(None)  # updates of other groups may take the window that it lands in
 
     def wait(self) -> None:
-        """Wait until every gradient sent has landed, and give the memory they passed through back."""
+        """Wait until every gradient that was sent has landed, and free the buffers."""
         self._wait_for(None)
         self._staging.give_back()
 

@@ -3,7 +3,7 @@
 A `SavedStorage` is one storage, whatever tensors lie in it, so it travels once. `GroupActivations` are those that one
 forward of a group has left: they leave together and come back together. offloading.py decides when; `ActivationCopies`
 copies them to host memory or disk and back. The loop runs ahead of the device, so a thread puts copies into the streams
-when the device has come to them: put in at once, they would hold up what is behind.
+when the device has reached them. Copies that were queued at once would delay the work behind them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SavedStorage:
 
 @dataclass(eq=False)
 class GroupActivations:
-    """What one forward of a group has left."""
+    """The activations that one forward of a group has left."""
 
     name: str
     tier: Tier
@@ -82,7 +82,7 @@ class GroupActivations:
     is_here: bool = True
 
     def chain(self) -> Iterator[GroupActivations]:
-        """Yield these, and those left before them, the last ones first."""
+        """Yield these activations and those that were left before them, the latest first."""
         activations: GroupActivations | None = self
         while activations is not None:
             yield activations
@@ -107,7 +107,7 @@ class GroupActivations:
             arrival.wait()
 
     def forget(self) -> None:
-        """Let its bytes leave the device: they are not used any more, or a copy of them is."""
+        """Free its bytes on the device: they are not used any more, or a copy of them exists."""
         self.wait_arrival()  # what comes in must not meet what is put there next
         for storage in self.storages:
             storage.num_users -= 1
@@ -203,7 +203,7 @@ class ActivationCopies:
         return self.worker.submit(job, ready=ready, work=transfer)
 
     def _wait_for_staging(self) -> None:
-        """Give staging back when what passes through it has left. Runs on the worker."""
+        """Free staging when the bytes in it have left. Runs on the worker."""
         while len(self._passing) >= NUM_STAGED:
             transfer, _ = self._passing.popleft()
             transfer.synchronize()

@@ -1,4 +1,4 @@
-"""Tensors inside whatever a forward takes and returns."""
+"""Tensors inside the arguments and results of a forward."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
     with turn:              a section: code that changes state. It has the turn, and signals wait until it ends
 
 Python runs signal handlers between any two instructions of the main thread, and a handler may raise: Ctrl-C does. In a
-section the handler is put off to its end. A second signal of the same kind is not: whoever waits for something that
-never comes can leave, but the model cannot be used any more. A forward that ends with an exception torch does not tell
-hooks of, such as KeyboardInterrupt, never gives its turn back: whoever waits looks whether it still runs.
+section the handler is put off to its end. A second signal of the same kind is not put off, so an endless wait can be
+left; the model is unusable then. A forward that ends with an exception of which torch does not tell hooks, such as
+KeyboardInterrupt, never gives its turn back. So a waiting thread checks whether that forward still runs.
 """
 
 from __future__ import annotations

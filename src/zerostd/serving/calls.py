@@ -1,8 +1,8 @@
-"""What a worker asks of the parameter servers, and what it keeps itself: buffers, random states, the loop.
+"""The calls of a worker to the parameter servers, and the state that a worker keeps: buffers and random states.
 
 `begin_role` is called when a model is prepared. `ServedSteps` sends a step when `optimizer.step()` has been called; the
 new parameters are expected by then. The other functions are the public ones: on a worker they send a method of `Server`
-with its arguments. Every worker calls them, the first one's arguments count.
+with its arguments. Every worker calls them; the arguments of the first worker are used.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ServedSteps(StepObserver):
 
 
 def link_of(runtime: Runtime) -> ServerLink:
-    """Return the way to the servers."""
+    """Return the link to the servers."""
     assert runtime.world.link is not None
     return runtime.world.link
 
@@ -124,8 +124,8 @@ def load_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: AnyPath)
 
 
 def _own_extra(extra: Any, rank: int, size: int) -> Any:
-    """Return the extra of a checkpoint that servers wrote, or of another one. Random states are restored where as many
-    workers load as saved."""
+    """Return the extra of a checkpoint that servers wrote, or of another one. Random states are restored if the number
+    of workers is the same as when saving."""
     if not isinstance(extra, dict) or WORKERS not in extra:
         return extra
     states = extra[WORKERS]

@@ -70,7 +70,7 @@ class Server:
         gradient.close_landing(target)
 
     def _answer(self, request: Callable[[Server], None]) -> None:
-        """Do what the workers ask for, which answers them. What it raises is theirs."""
+        """Do what the workers ask for, which answers them. Errors are sent to the workers."""
         try:
             request(self)
         except ZerostdError as error:
@@ -100,7 +100,7 @@ class Server:
             for worker in self.link.workers:
                 under_way.append((values, self.link.send(values, worker, PARAMETERS + numbers[flat])))
         for _, works in under_way:
-            self.link.wait(works, "the way of new parameters to the workers")
+            self.link.wait(works, "the transfer of new parameters to the workers")
 
     def save(
         self,

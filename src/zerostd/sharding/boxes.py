@@ -23,7 +23,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What selects it of the tensor."""
+        """The slices that select the box from the tensor."""
         return tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))
 
     def shared(self, other: Box) -> Box | None:

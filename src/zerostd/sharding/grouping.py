@@ -1,10 +1,10 @@
-"""Groups from the model's structure: which modules' parameters travel together.
+"""Groups from the model's structure: modules whose parameters travel together.
 
-In: a tree of modules with their own bytes and an opaque key that is equal for modules of one sort. Out: for each
-group the names of its modules, in registration order; what is left belongs to the root. Repeated siblings are
-blocks, one group each; blocks that are too small are packed with their neighbours, ones that are too large are opened,
-and so are stacks of blocks: an encoder and a decoder of one class are siblings too, and each is half of the model. A
-large lone layer is a group of its own. No class names.
+In: a tree of modules with their own bytes and an opaque key that is equal for modules of one kind. Out: for each group
+the names of its modules, in registration order; the remaining modules belong to the root. Repeated siblings are blocks,
+one group each; blocks that are too small are packed with their neighbours. Blocks that are too large are divided, and
+so are stacks of blocks: an encoder and a decoder of one class are siblings too, and each is half of the model. A large
+lone layer is a separate group. No class names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Node:
 
     @cached_property
     def is_stack(self) -> bool:
-        """Whether it holds blocks: three or more modules of one sort, with parts of their own, side by side."""
+        """Whether it holds blocks: three or more sibling modules of one kind that have submodules."""
         kinds = Counter(child.key for child in self.children if child.children and child.num_bytes)
         return any(count > 2 for count in kinds.values()) or any(child.is_stack for child in self.children)
 
@@ -52,8 +52,8 @@ class Node:
 
 
 def smallest_of(num_bytes: int, num_ranks: int) -> int:
-    """Return the bytes of the smallest group, in a model of `num_bytes` whose state `num_ranks` ranks share. Few groups
-    would take more memory while they are gathered and reduced than sharding saves."""
+    """Return the bytes of the smallest group, in a model of `num_bytes` whose state `num_ranks` ranks share. With few
+    groups, gathering and reducing them would take more memory than sharding saves."""
     return SMALLEST if num_ranks == 1 else min(SMALLEST, max(LEAST, num_bytes // (GROUPS_PER_RANK * num_ranks)))
 
 
@@ -98,8 +98,8 @@ def _descend(node: Node, smallest: int, largest: int, largest_stack: int) -> Ite
 
 
 def _pack(run: Iterable[Node], smallest: int, largest: int) -> list[tuple[str, ...]]:
-    """Pack neighbouring blocks of one sort into groups of at least `smallest` bytes. What is left over joins the last
-    group, or the root if it is too much or there is none."""
+    """Pack neighbouring blocks of one sort into groups of at least `smallest` bytes. Remaining blocks join the last
+    group, or the root if they are too large or there is no group."""
     packs: list[list[Node]] = [[]]
     size = 0  # bytes of the last pack
     for block in run:

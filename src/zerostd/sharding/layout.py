@@ -1,7 +1,7 @@
 """Flat layouts: where each parameter lies in its group's buffer, and which slice of it a rank owns.
 
 Parameters lie one after another, without gaps unless each has to start aligned; the end is padded, so that every rank's
-slice has the same length and starts aligned. Each keeps its name and its interval: everything that reshards is 1-D
+slice has the same length and starts aligned. Each parameter keeps its name and its interval, so resharding is 1-D
 interval arithmetic.
 """
 
@@ -26,7 +26,7 @@ class Interval:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that it is, or is a box of."""
+        """The shape of the whole tensor, of which the parameter may be a box."""
         return self.shape if self.whole is None else self.whole
 
     @cached_property
@@ -118,9 +118,9 @@ def make_layout(
     num_replicas: int = 1,
     alignment: int = 1,
 ) -> Layout:
-    """Lay parameters of `itemsize` bytes per element out, each from a multiple of `alignment` elements on. Those whose
-    length keeps the next one on a 16-byte boundary come first, in the order given, so that matrices start aligned. A
-    slice is a multiple of `num_replicas` long: replicas average it in equal parts."""
+    """Lay parameters of `itemsize` bytes per element out, each from a multiple of `alignment` elements on. Parameters
+    whose length keeps the next one on a 16-byte boundary come first, in the given order, so that matrices start
+    aligned. A slice is a multiple of `num_replicas` long: replicas average it in equal parts."""
     per_boundary = max(1, 16 // itemsize)
     ordered = sorted(parameters, key=lambda item: math.prod(item[1]) % per_boundary != 0)
     intervals = []

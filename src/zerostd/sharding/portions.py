@@ -41,8 +41,8 @@ class Portion:
 def cut_portions(
     numels: Sequence[int], shares: Mapping[Tier, float], *, cpu_share: float, finest: int = 1
 ) -> list[tuple[Portion, ...]]:
-    """Return the portions of every region. `cpu_share` is the CPU's part of what is kept off the device. Portions are
-    of whole units, or of fewer elements, `finest` at least, where a model is so small that shares would be lost."""
+    """Return the portions of every region. `cpu_share` is the CPU's part of states off the device. Portions consist of
+    whole units. In a small model they consist of fewer elements, at least `finest`."""
     total = sum(numels)
     unit = next(unit for unit in (UNIT, ALIGNMENT, 1) if total >= 50 * unit or unit <= finest)  # shares to 1 %
     filled = 0.0
@@ -96,7 +96,7 @@ def assign_tiers(sizes: Sequence[int], shares: Mapping[Tier, float]) -> list[Tie
 
 
 def shares_off(sizes: Sequence[int], tiers: Sequence[Tier], shares: Mapping[Tier, float]) -> dict[Tier, float]:
-    """Return how much more than its share each tier has of buffers of these sizes, as a part of the whole."""
+    """Return by how much each tier exceeds its share of buffers of these sizes, as a part of the whole."""
     total = sum(sizes)
     held = {tier: sum(size for size, home in zip(sizes, tiers, strict=True) if home is tier) for tier in shares}
     return {tier: held[tier] / total - share if total else 0.0 for tier, share in shares.items()}

@@ -1,8 +1,8 @@
 """Tier tensors: numbers in a row that are kept in one tier, how they are allocated, and their way to the device.
 
-On the device and the host a tier tensor is a torch tensor, and whoever works on it works on that. On disk it is an
-interval of a file, read and written in parts: through memory of the caller's or, outside the step, through memory of
-its own. `preparing` and `replanning` allocate; parameters are uploaded when a group is gathered.
+On the device and the host a tier tensor is a torch tensor, which other code uses directly. On disk it is an interval of
+a file, read and written in parts: through memory of the caller or, outside the step, through new memory. `preparing`
+and `replanning` allocate; parameters are uploaded when a group is gathered.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TierTensor:
         return TierTensor(numel, self.dtype, self.tier, None, self.disk, self.extent, offset, lead, behind)
 
     def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the numbers of a part: a view, or from disk a copy. Holds the host, so it is not for the step.
-        The copy is in `memory`, which starts on a page and has one to spare, or in memory of its own."""
+        """Return the numbers of a part: a view, or a copy if they are on disk. Blocks the host, so it is not for the
+        step. The copy is in `memory`, which must start on a page and be one page longer, or in new memory."""
         if self.tensor is not None:
             return self.tensor[part]
         skip = (self.lead + part.start) % (PAGE // self.dtype.itemsize)
@@ -76,7 +76,7 @@ class TierTensor:
         return buffer.view(self.dtype)[skip:]
 
     def write(self, part: slice, values: torch.Tensor) -> None:
-        """Write numbers to a part. Holds the host, so it is not for the step."""
+        """Write numbers to a part. Blocks the host, so it is not for the step."""
         if self.tensor is not None:
             self.tensor[part].copy_(values)
         if self.tensor is not None or part.start == part.stop:
@@ -107,7 +107,7 @@ class TierTensor:
         return self._start(start, source, is_write=True)
 
     def keep_own(self) -> None:
-        """Prepare for writes to its memory: nobody else may have the same (`SharedTensor`)."""
+        """Prepare for direct writes to the memory, which must not be shared then (`SharedTensor`)."""
 
     def _start(self, page: int, memory: torch.Tensor, *, is_write: bool) -> Transfer:
         assert self.disk is not None and self.extent is not None
@@ -119,7 +119,7 @@ class TierAllocator:
     """Allocates in the tiers of one prepared model.
 
     On host and disk an owner (a name) reserves an arena of the exact size for each kind, and its tensors are cut from
-    it; so what it has can be given back when it moves.
+    it; so all its memory can be freed when it moves.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class TierAllocator:
         self._stops: list[Callable[[], None]] = []
 
     def open_disk(self, budget: Budget, local_size: int) -> None:
-        """Open the disk that a budget names, unless there is one. What it cannot hold any more goes to host memory,
-        inside this rank's part of the budget; `local_size` ranks share it."""
+        """Open the disk that a budget names, unless there is one. State that a failed disk can no longer hold moves to
+        host memory, inside this rank's part of the budget; `local_size` ranks share the budget."""
         if self.disk is None:
             limit = limit_of(budget.host)
             fallback = Fallback(self.host, self.ledger, None if limit is None else limit // local_size)
@@ -165,12 +165,12 @@ class TierAllocator:
         return TierTensor.cut(self._arenas[arena], start, numel, dtype, self.disk)
 
     def free(self, owner: str, kind: Kind) -> None:
-        """Give back what an owner has of one kind; its tensors must not be used any more."""
+        """Free an owner's memory of one kind; its tensors must not be used any more."""
         self.exchange(owner, kind, {})()
 
     def exchange(self, owner: str, kind: Kind, arenas: Mapping[Tier, torch.Tensor | Extent]) -> Callable[[], None]:
-        """Let an owner's tensors of one kind come from other arenas from now on. Return a function that gives back
-        what it had before, to be called when that is used no more."""
+        """Let an owner's tensors of one kind come from other arenas from now on. Return a function that frees the old
+        arenas, to be called when they are no longer used."""
         on_device = self._on_device.pop((owner, kind), [])
         before = []
         for tier in (Tier.HOST, Tier.DISK):
@@ -243,7 +243,7 @@ class TierAllocator:
         self.host.free_all()
 
     def close_aside(self) -> None:
-        """Do the same from any thread, also from one that `close` waits for: the garbage collector runs anywhere."""
+        """Do the same from any thread, even from one that `close` waits for: the garbage collector runs anywhere."""
         if threading.current_thread() is threading.main_thread():
             self.close()
         else:
@@ -253,11 +253,11 @@ class TierAllocator:
 class Uploader:
     """Uploads tier tensors to the device, from the disk through a few buffers of host memory.
 
-    Work that the device has not come to may still read the target, and the loop runs far ahead of the device. Put into
-    the stream at once, the copy would hold up everything behind it, updates above all. So a thread puts it in when the
-    device is there; where nothing else uses the link, the caller does, and the copy waits in the stream. Each buffer
-    has its own thread, so that the disk reads the next tensor while the last one leaves. `largest_on_disk` is the
-    longest tensor that is kept there, in bytes.
+    The loop runs far ahead of the device, and work that the device has not reached may still read the target. A copy
+    that entered the stream at once would delay everything behind it, updates above all. So a thread queues the copy
+    when the device has reached it. If nothing else uses the link, the caller queues it, and the copy waits in the
+    stream. Each buffer has its own thread, so that the disk reads the next tensor while the last one leaves.
+    `largest_on_disk` is the longest tensor that is kept there, in bytes.
     """
 
     def __init__(self, allocator: TierAllocator, streams: Streams, *, largest_on_disk: int) -> None:

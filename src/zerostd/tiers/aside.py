@@ -1,4 +1,4 @@
-"""Device memory set aside: tensors give their memory on the device to others, and their bytes wait on the host.
+"""Device memory set aside: tensors free their memory on the device for others, and their bytes wait on the host.
 
 A tensor keeps its storage, and so do its views; only the memory of the storage goes and comes. Host memory is taken
 once and kept for the next time, since registering it takes longer than a copy.
@@ -69,7 +69,7 @@ class Aside:
             ledger.enter(kind, place.nbytes, Tier.HOST)
 
     def bring(self) -> None:
-        """Take memory on the device again and fill it. Where there is not enough, nothing has changed. The first bytes
+        """Allocate memory on the device again and fill it. If there is not enough, nothing has changed. The first bytes
         come up while memory for the others is taken, which takes a tenth as long."""
         device = self._allocator.device
         ledger = self._allocator.ledger

@@ -1,10 +1,10 @@
 """Debug modes, from the environment variable ZEROSTD_DEBUG: words separated by commas.
 
-poison     fill memory that is given back or will be used again with NaN, so that a late read shows in the loss
-serial     wait for every update before step() returns, and begin none inside backward
-nan        log every gradient with a value that is not finite as it arrives: the parameter, the rank and the step
-checksums  check masters and states in host memory before each update: nothing else may have changed their bytes
-late       let threads begin some pieces of work up to 0.1 s late, at random, so that code that does not wait is found
+poison fill memory that is given back or will be used again with NaN, so that a late read shows in the loss serial wait
+for every update before step() returns, and begin none inside backward nan log every gradient with a value that is not
+finite as it arrives: the parameter, the rank and the step checksums check masters and states in host memory before each
+update: nothing else may have changed their bytes late delay some pieces of work in threads by up to 0.1 s, at random,
+to find code that does not wait for them
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Seals:
         self._seals: dict[tuple[int, int], tuple[int, int]] = {}  # by start and stop: writes by others, checksum
 
     def close(self, tensor: torch.Tensor, part: slice) -> None:
-        """Keep the checksum of a part that was updated. Torch counts the writes of others, such as users."""
+        """Keep the checksum of a part that was updated. Torch counts other writes, such as those of users."""
         apart = [place for place in self._seals if place[1] <= part.start or part.stop <= place[0]]
         self._seals = {place: self._seals[place] for place in apart}
         self._seals[part.start, part.stop] = (version_of(tensor), crc32(tensor[part]))
@@ -84,6 +84,6 @@ class Seals:
             raise StorageError(
                 f"the {tensor[part].nbytes} bytes at offset {part.start * tensor.itemsize} of {what} in host memory "
                 f"are not those of the last update: checksum {expected:#010x} expected and {checksum:#010x} found. The "
-                "memory is damaged, or code that is not torch's wrote there: load the last checkpoint into a new "
+                "memory is damaged, or code outside torch wrote there: load the last checkpoint into a new "
                 "model, and check the memory"
             )

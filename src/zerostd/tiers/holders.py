@@ -1,7 +1,7 @@
 """Holders of memory: models that keep equal bytes once, in host memory or in an extent.
 
-The memory is freed when the last holder leaves. One ledger counts its bytes: that of the first holder. A holder that
-is alone may write to it; where there are others, it makes a copy first (`shared_tensors.py`).
+The memory is freed when the last holder leaves. One ledger counts its bytes: that of the first holder. A single holder
+may write to it; a holder that shares it with others makes a copy first (`shared_tensors.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Holders:
             self._ledgers.append(ledger)
 
     def pass_on(self, ledger: Ledger) -> None:
-        """Let the others count the bytes, if there are others: this holder is about to leave."""
+        """Let another holder count the bytes, if there is one: this holder is about to leave."""
         with self._lock:
             self._take_out(ledger)
             self._ledgers.append(ledger)

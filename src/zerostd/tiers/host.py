@@ -1,9 +1,9 @@
 """Host memory: page-aligned, touched, zero-filled and, where there is a GPU, registered with its driver.
 
-Every tensor lies in a private anonymous mapping of its own, because torch's caching allocators round sizes up to powers
-of two and never give back. The tensor, and every view of it, keeps the mapping alive: there is no explicit unmap, which
-would leave views that point nowhere. `free` still gives the pages back to the system at once (MADV_DONTNEED); a view
-that outlives it reads zeros instead of crashing, and the addresses go with the last view.
+Every tensor has a private anonymous mapping, because torch's caching allocators round sizes up to powers of two and
+never give back. The tensor, and every view of it, keeps the mapping alive: there is no explicit unmap, which would
+leave views that point nowhere. `free` still gives the pages back to the system at once (MADV_DONTNEED); a view that
+outlives it reads zeros instead of crashing, and the addresses go with the last view.
 """
 
 from __future__ import annotations

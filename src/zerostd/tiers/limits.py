@@ -1,6 +1,6 @@
 """Limits: how much host memory and disk space is free, and the refusal of what does not fit.
 
-Nothing here allocates. Every source of a number can be passed in, so that each rule is tested by itself.
+Nothing here allocates. Every source of a number can be passed in, so each rule can be tested separately.
 """
 
 from __future__ import annotations

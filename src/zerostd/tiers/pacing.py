@@ -1,9 +1,9 @@
 """Priorities of transfers, and the pace of background work on a link that others ask for.
 
-A thread says what it works for: `with at(Priority.BACKGROUND)`. Of the requests that wait, a `Disk` and a store serve
-the most urgent first. Background work goes in tiles, and asks after each one how long to stop. A tile that took t
-seconds is followed by t * (1 / share - 1) without background work, if others have asked for the link in the last
-t / share seconds. An idle link has no pauses, so background work that somebody waits for goes on at full speed.
+A thread says what it works for: `with at(Priority.BACKGROUND)`. A `Disk` and a store serve the most urgent waiting
+request first. Background work is done in tiles, and asks after each tile how long to pause. A tile that took t seconds
+is followed by t * (1 / share - 1) without background work, if others have asked for the link in the last t / share
+seconds. An idle link has no pauses, so background work that the loop waits for continues at full speed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Packed extents: numbers that take fewer bytes on disk, and fewer bytes to read.
 
-Numbers are packed tile by tile. A tile keeps the place that it would have unpacked: it fills the first pages there, and
-the rest of the place is a hole that takes no space. So any part can be read and written again, and each page has its
-checksum as in any extent. Used for frozen parameters: packing takes longer than unpacking.
+Numbers are packed tile by tile. A tile keeps the place that it would have unpacked: the packed tile fills the first
+pages there, and the rest is a hole that takes no space. So any part can be read and written again, and each page has
+its checksum as in any extent. Used for frozen parameters: packing takes longer than unpacking.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PackedExtent(Extent):
         return min(TILE_BYTES, self.num_bytes - tile * TILE_BYTES)
 
     def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the tiles of an interval, what of each it has, and where in the interval that is."""
+        """Yield the tiles of an interval, each with its part in the interval, and that part's place there."""
         start = offset
         while start < offset + num_bytes:
             tile = start // TILE_BYTES

@@ -46,10 +46,10 @@ class _Slab:
 class Pool:
     """Blocks of host memory or of the disk, taken and given back in any order, and kept for the next time.
 
-    Activations come and go in every pass, in sizes that nobody knows before the first one and that may differ from
-    pass to pass. Blocks are cut from slabs; the slabs stay, so that after the first passes nothing is allocated. A slab
-    is as long as what did not fit into those there were. When no block is taken and the slabs have become much longer
-    than was ever needed at once, one slab of that length takes their place: a long run does not fragment.
+    Activations come and go in every pass, in sizes that nobody knows before the first one and that may differ from pass
+    to pass. Blocks are cut from slabs; the slabs stay, so that after the first passes nothing is allocated. A new slab
+    is as long as the block that did not fit into the others. When no block is taken and the slabs have become much
+    longer than was ever needed at once, one slab of that length takes their place: a long run does not fragment.
 
     A block is a tier tensor of bytes. It goes back with the last reference to that, on whichever thread. `limit` is the
     most bytes that all slabs together may take.

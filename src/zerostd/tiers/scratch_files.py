@@ -2,7 +2,7 @@
 
 A file is unlinked before it has a byte, so nothing is left when the process ends, however it ends. A thousand groups
 would need a thousand descriptors if each extent had a file: so extents share a few, which also lets threads write to
-several files at the same time. What an extent gives back is a hole, and its space goes back to the drive at once.
+several files at the same time. Space that an extent frees becomes a hole, and returns to the drive at once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def open_unnamed(path: str) -> tuple[int, str]:
 
 
 def open_and_unlink(path: str) -> tuple[int, str]:
-    """Do the same where a file must have a name first: for a moment, in a private directory of its own."""
+    """Do the same on file systems where a file must first have a name: for a moment, in a private directory."""
     folder = tempfile.mkdtemp(prefix="zerostd-", dir=path)  # 0700
     name = os.path.join(folder, "extent")
     try:

@@ -1,7 +1,7 @@
-"""Shared tensors: parameters that rest in one tier and have the same bytes, of one model or of several, kept once.
+"""Shared tensors: parameters with the same bytes in one tier, of one or several models, are kept once.
 
-Each owner has a tensor of its own that shows the same memory. The first write through it makes a copy, and the others
-keep what they have. `parameters` makes shared tensors of frozen parameters; what trains is never shared.
+Each owner has a separate tensor over the same memory. The first write through that tensor makes a copy, and the others
+keep their values. `parameters` makes shared tensors of frozen parameters; what trains is never shared.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class SharedTensor(TierTensor):
         return self.allocator.holders_of(self.memory)
 
     def shared_with(self, values: TierTensor, allocator: TierAllocator, owner: str) -> SharedTensor:
-        """Return what an owner with the same bytes has from now on: this memory. Its own is given back, and nobody may
-        read `values` any more."""
+        """Return a tensor over this memory for an owner with the same bytes. The owner's own memory is freed, and
+        nobody may read `values` any more."""
         memory = self.memory
         allocator.join(memory, self.allocator)
         give_back = allocator.exchange(owner, Kind.PARAMETERS, {self.tier: memory})
@@ -64,16 +64,16 @@ class SharedTensor(TierTensor):
         return SharedTensor(*place, allocator=allocator, owner=owner)
 
     def write(self, part: slice, values: torch.Tensor) -> None:
-        """Write numbers to a part, in a copy of its own if others have the same memory. What is there already needs
-        none."""
+        """Write numbers to a part, in a copy if others share the memory. Writing the values that are already there
+        needs no copy."""
         if self.holders.num > 1 and _have_equal_bytes(self.read(part), values.to(self.dtype)):
             return
         self.keep_own()
         super().write(part, values)
 
     def keep_own(self) -> None:
-        """Copy the numbers to memory that nobody else has, unless it is that already. Raises PrepareError if there is
-        no room for them; nothing was changed."""
+        """Copy the numbers to separate memory, unless nobody shares the memory. Raises PrepareError if there is no room
+        for them; nothing was changed."""
         if self.holders.num == 1:
             return
         memory = self.memory
@@ -115,8 +115,8 @@ def tiles_of(values: TierTensor) -> Iterator[slice]:
 
 
 def checksum(values: TierTensor) -> int:
-    """Return a checksum of the bytes of a tensor that is all of its arena. Of one on disk it is that of the checksums
-    of its pages, which need not be read: comparable inside one tier only."""
+    """Return a checksum of the bytes of a tensor that is all of its arena. For a tensor on disk it is the checksum of
+    its pages' checksums, so the pages need not be read. Checksums are comparable only inside one tier."""
     if values.extent is not None:
         return values.extent.checksum
     assert values.tensor is not None

@@ -1,8 +1,8 @@
 """Transfers: work in flight that fills or reads memory, how to wait for it, and the streams of the device.
 
-Whoever starts a copy, a read of the disk, a collective or an update gets a `Transfer`. `wait` is for the loop: it puts
-the current stream behind the transfer and holds the host only where there is no stream. `synchronize` is for threads
-and for code that reads the memory on the host.
+A call that starts a copy, a read of the disk, a collective or an update returns a `Transfer`. `wait` is for the loop:
+it lets the current stream wait for the transfer, and blocks the host only if there is no stream. `synchronize` is for
+threads and for code that reads the memory on the host.
 
 On a GPU a `Stream` is a torch stream: work put into it runs beside everything else. On the CPU work is done as it is
 put in, so every event has been reached. The code that uses streams is the same for both.
@@ -18,7 +18,7 @@ import torch
 
 
 class Transfer(ABC):
-    """Bytes on their way. Until they arrive the target holds anything and the source must stay as it is."""
+    """Bytes on their way. Until they arrive, the content of the target is undefined and the source must not change."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -29,7 +29,7 @@ class Transfer(ABC):
         """Return whether `wait` would return, or raise, without holding the host."""
 
     def synchronize(self) -> None:
-        """Hold the host until the bytes have arrived. Differs from `wait` only for events of a stream."""
+        """Block the host until the bytes have arrived. Differs from `wait` only for events of a stream."""
         self.wait()
 
     def has_arrived(self) -> bool:
@@ -77,7 +77,7 @@ class StreamEvent(Transfer):
         self._event.record(stream)
 
     def wait(self) -> None:
-        """Put what enters the current stream from now on behind the event; the host goes on."""
+        """Let later work in the current stream wait for the event; the host continues."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def is_done(self) -> bool:
@@ -120,9 +120,9 @@ def record_event(device: torch.device) -> Transfer:
 class Streams:
     """The streams of one prepared model. The two directions of a link work at the same time, so each has its own.
 
-    A device's copy engine stays with a stream for as long as that has work: a second stream of the same direction gets
-    its turn when the first has nothing to do. So there is one stream up and one down, and work enters them only when it
-    can begin. Gradients have their own: they are put in before they are computed, and would hold up what is there.
+    A device's copy engine stays with a stream for as long as that has work: a second stream of the same direction waits
+    until the first is idle. So there is one stream up and one down, and work enters them only when it can begin.
+    Gradients have a separate stream: they are queued before they are computed.
     """
 
     def __init__(self, device: torch.device) -> None:

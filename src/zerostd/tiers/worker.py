@@ -1,11 +1,11 @@
 """A worker: one thread that does jobs beside everything else, and the `Work` that others wait for.
 
 Of the jobs that wait, it takes those whose input has arrived, and of these the one that is needed first; if no input
-has arrived, the job submitted first. So what is needed soonest overtakes, but never holds up what could be done
-meanwhile. Jobs of the same place keep their order. A job may have several parts, between which another may overtake.
+has arrived, the job submitted first. So urgent jobs overtake, but a job whose input is missing never delays others.
+Jobs with the same place keep their order. A job may have several parts, and another job may run between them.
 
-A job that fails stops the worker: what follows would build on what is not there. The failed job's `wait` raises its
-error, and so does everything asked of the worker from then on.
+A job that fails stops the worker, because later jobs may need its result. The failed job's `wait` raises its error, and
+so does every later call of the worker.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Work(Transfer):
                 self._done.set()
 
     def wait(self) -> None:
-        """Hold the host until all parts have ended; raise the first error, with its cause, every time."""
+        """Block the host until all parts have ended; raise the first error, with its cause, every time."""
         if not self._done.is_set():
             check_process(self._process, "a transfer")
             self._done.wait()
@@ -75,7 +75,7 @@ class Work(Transfer):
         return self._done.is_set()
 
     def synchronize(self) -> None:
-        """Hold the host until what the work left in a stream has ended, too."""
+        """Block the host until the work that was queued in a stream has ended, too."""
         self.wait()
         self.event.synchronize()
 
@@ -90,7 +90,7 @@ class Work(Transfer):
 
 
 def check_process(process: int, what: str) -> None:
-    """Refuse what needs threads of `process` in a forked child: it has none of them, and would wait for ever."""
+    """Refuse calls in a forked child that need threads of `process`, for which it would wait for ever."""
     if process != os.getpid():
         raise MisuseError(
             f"{what} of process {process} is used in a forked child, {os.getpid()}, which lacks its threads: use "
@@ -215,8 +215,8 @@ class Worker:
         pace: LinkPace | None = None,
     ) -> Work:
         """Do the parts of a job one after the other, when `ready` has arrived or there is nothing else to do. Return
-        its Work, which is done when the last part has returned: `work`, if a part sets the event of it. Between parts,
-        background work stops as its `pace` says."""
+        its Work, which is done when the last part has returned; pass `work` if a part sets its event. Between parts,
+        background work pauses as its `pace` says."""
         self.check()
         if self._queue.is_closed:
             raise StorageError(f"{self._queue.name} has ended: its model was released")

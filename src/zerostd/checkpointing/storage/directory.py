@@ -129,7 +129,7 @@ class PendingObjects:
 
 
 def begin(target: AnyPath, retries: Retries) -> PendingDirectory | PendingObjects:
-    """Return what a checkpoint is written to. Raises CheckpointError if that is there already, or cannot be."""
+    """Return the pending place of a checkpoint. Raises CheckpointError if the target exists or cannot be made."""
     return PendingDirectory(target) if isinstance(target, Path) else PendingObjects(target, retries)
 
 
@@ -186,8 +186,8 @@ def _sync(folder: Path) -> None:
 
 
 def clear_leftovers(parent: AnyPath) -> None:
-    """Remove what killed runs left in `parent`, but nothing that a living process is writing. Below a URL nobody knows
-    what is being written: leftovers go with the next save under their name."""
+    """Remove what killed runs left in `parent`, but nothing that a living process is writing. Below a URL it is unknown
+    what is being written: leftovers are removed by the next save under their name."""
     if isinstance(parent, RemotePath):
         return
     with suppress(OSError):
@@ -198,7 +198,7 @@ def clear_leftovers(parent: AnyPath) -> None:
                 if time.time() - folder.stat().st_mtime < JUST_NOW_S:
                     continue  # it may not be locked yet
                 _lock(folder).close()  # raises if somebody holds the lock
-                log.info("removing %s, which a killed run has left", folder)
+                log.info("removing %s, left by a killed run", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -230,7 +230,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
     path = folder / MANIFEST
     with system_errors(f"{path} cannot be read"):
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a directory, so it is not a checkpoint")
+            raise CheckpointError(f"{folder} is not a directory; name one that zerostd.save wrote")
         if not path.exists():
             raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or was never completed")
         if (size := _size_of(path)) > MOST_BYTES:
@@ -307,7 +307,7 @@ def keep_newest(target: AnyPath, keep: int) -> None:
 
 
 def _remove(folder: AnyPath) -> None:
-    """Remove a checkpoint. It goes as one, also if this process is killed meanwhile."""
+    """Remove a checkpoint. The directory disappears at once, even if this process is killed meanwhile."""
     if isinstance(folder, RemotePath):
         _remove_objects(folder)
         return

@@ -1,8 +1,8 @@
 """Places outside the file systems of this machine: URLs that fsspec knows, such as s3://mine/step-1000.
 
 `RemotePath` has those verbs of pathlib.Path that checkpoints need, so `directory`, `reading` and `safetensors_files`
-take either. An object is there whole or not at all, and there is no rename. Whatever goes wrong is an OSError: what a
-later try may not see has EIO, so that `Retries` makes it again. Keys and addresses are in fsspec's own configuration.
+take either. An object is there whole or not at all, and there is no rename. Every failure is an OSError. A failure that
+may be temporary has EIO, so that `Retries` repeats the call. Keys and addresses are in fsspec's own configuration.
 """
 
 from __future__ import annotations
