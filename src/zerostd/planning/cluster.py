@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import percent_text, plain_seconds
 from zerostd.planning.plan import Plan
-from zerostd.planning.planner import Bytes, Counted, fixed_bytes
+from zerostd.planning.planner import Bytes, Counted
 from zerostd.planning.pricing import if_most_are_clipped, plan_from
 from zerostd.planning.profiles import MachineProfile, ModelProfile, Processor
 from zerostd.planning.request import (
@@ -207,8 +207,7 @@ def count(solution: Solution) -> Bytes:
     request = solution.request
     is_sharded = request.world_size > 1 and shards(request.stage, Kind.PARAMETERS)
     gathers = is_sharded or any(share.parameters_off for share in solution.shares)
-    fixed = fixed_bytes(request)
-    fixed[Tier.DEVICE] += _working(request, gathers=gathers)
+    fixed = {Tier.DEVICE: _working(request, gathers=gathers)}
     return model_state(replace(solution, request=replace(request, fixed=fixed)))
 
 

@@ -302,7 +302,7 @@ def activation_choices(request: PlanRequest) -> list[ActivationChoice]:
     least: dict[tuple[str, ...], float] = {}  # bytes of the device, by ways
     for small in _up_to_sizes(request):
         for ways in (("recompute",), ("host",), ("recompute", "host")):
-            if not request.ways.issuperset(ways):
+            if ("recompute" in ways and not request.recomputes) or ("host" in ways and "host" not in request.ways):
                 continue
             recomputed = small * (kept > boundary) * ("recompute" in ways)
             sent = small * (kept > 0) * ("host" in ways)
@@ -324,10 +324,13 @@ def any_choice(request: PlanRequest) -> ActivationChoice:
     """Return all that may be done."""
     every = numpy.full(len(request.costs), float(request.chooses))
     must = request.chooses and "keep" not in request.ways
-    return _choice(request, every * ("recompute" in request.ways), every * ("host" in request.ways), must=must)
+    return _choice(request, every * request.recomputes, every * ("host" in request.ways), must=must)
 
 
 def staying(request: PlanRequest) -> float:
+    """Return the bytes of activations that are on the device in any case."""
+    if not request.chooses:
+        return request.model.activations()
     return sum(cost.activations.staying for cost in request.costs)
 
 

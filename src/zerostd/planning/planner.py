@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from zerostd.errors import PrepareError
 from zerostd.planning.demands import GroupShares, way_of, work
 from zerostd.planning.linear import Infeasible
+from zerostd.planning.profiles import RECOMPUTED
 from zerostd.planning.program import SLACK, optimise
 from zerostd.planning.request import PlanRequest
 from zerostd.planning.rounding import enlargements, explain_missing, least_of, optimise_whole
@@ -123,11 +124,11 @@ def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
     """Yield the request with less to choose from, where that can be shorter: the program does not see all that things
     cost."""
     ways = {way_of(share) for share in solution.shares}
-    if request.chooses and "recompute" in request.ways and ways != {"recompute"}:
+    if request.chooses and request.recomputes and ways != {"recompute"}:
         longer_s = sum(cost.activations.longer_s for cost in request.costs)
         least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in request.costs)
         if request.accumulate * least_s < solution.timeline.step_s:
-            yield replace(request, activations=frozenset({"recompute"}))
+            yield replace(request, activations=request.ways.intersection(RECOMPUTED))
     if "host" in ways and request.ways > {"host"}:  # they cost more as a whole than in shares
         yield replace(request, activations=request.ways - {"host"})
     is_off = any(share.gradients_host + share.parameters_off for share in solution.shares)
@@ -217,7 +218,7 @@ def fitting(request: PlanRequest, count: CountBytes) -> list[Counted]:
 def _make_room(request: PlanRequest, count: CountBytes) -> list[Counted]:
     """Return the candidates that fit by account, or none. What the program does not know, such as buffers, depends on
     its answer: first only the states of that answer are placed again beside it, then everything is."""
-    fixed: Mapping[Tier, int] = fixed_bytes(request)
+    fixed: Mapping[Tier, int] = {}
     for _ in range(MOST_ROUNDS):
         try:
             answers = _candidates(replace(request, fixed=fixed))
@@ -234,11 +235,11 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
     """Return the whole groups that take the fewest bytes of a tier while the others keep to their limits, by account;
     None if they cannot. The tier's own limit plays no part: a refusal names these bytes, and with as many of them the
     same groups are found again."""
-    fixed: Mapping[Tier, int] = fixed_bytes(request)
+    fixed: Mapping[Tier, int] = {}
     for _ in range(MOST_ROUNDS):
         asked = replace(request, fixed=fixed)
         try:
-            solution = Solution(asked, least_of(asked, tier))
+            solution = Solution(asked, least_of(asked, tier)[1])
         except Infeasible:
             return None
         answers = [Counted(each, count(each)) for each in (solution, _by_cpu(solution))]
@@ -256,7 +257,7 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
 def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) -> list[dict[Tier, int]]:
     """Return ways to enlarge limits that are enough by account, the fewest bytes first: of each tier alone, and of
     several where that is less or all there is."""
-    together = enlargements(replace(request, fixed=fixed_bytes(request)))[0]
+    together = enlargements(request)[0]
     by = _enlarged(request, together, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
     ways = [{tier: size} for tier, size in alone.items()]
     if by and by not in ways:
@@ -277,11 +278,6 @@ def _enlarged(request: PlanRequest, by: Mapping[Tier, float], count: CountBytes)
         is_last = not plenty
         limits[tier] = max(request.limits[tier] if is_last else limits[tier], total(least.held, tier))
     return {tier: limits[tier] - request.limits[tier] for tier in tiers if limits[tier] > request.limits[tier]}
-
-
-def fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
-    """Return the bytes that every placement needs: activations, if there is no choice about them."""
-    return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
 
 
 def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Counted | None:

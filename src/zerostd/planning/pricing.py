@@ -91,9 +91,8 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
     most_gain = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
     if recomputed is None or recomputed >= activations or most_gain < WORTH_TELLING or not solution.bytes_off:
         return
-    fixed = {**request.fixed, Tier.DEVICE: max(0, request.fixed.get(Tier.DEVICE, 0) - activations)}
     try:
-        changed = solve(replace(request, fixed=fixed, activations=frozenset({"keep", "recompute"})))
+        changed = solve(replace(request, activations=frozenset({"keep", "recompute"})))
     except PrepareError:
         return
     gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
@@ -108,11 +107,8 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
 
 def _twice_the_samples(solution: Solution) -> str:
     request = solution.request
-    fixed = request.fixed
-    if not request.chooses:
-        fixed = {**fixed, Tier.DEVICE: fixed.get(Tier.DEVICE, 0) + request.model.activations()}
     try:
-        changed = solve(replace(request, model=request.model.with_twice_the_samples(), fixed=fixed))
+        changed = solve(replace(request, model=request.model.with_twice_the_samples()))
     except PrepareError:
         return "Doubling the micro-batch would not fit."
     gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)

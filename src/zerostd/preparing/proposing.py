@@ -20,17 +20,10 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
-from zerostd.planning.planner import Counted, fitting, fixed_bytes, neighbours, total
+from zerostd.planning.planner import Counted, fitting, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import (
-    FOR_ACTIVATIONS,
-    FOR_PASSES,
-    FreeingRequest,
-    limits_for,
-    stages_of,
-    threads_of,
-)
+from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, stages_of, threads_of
 from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
@@ -273,14 +266,16 @@ class PlanSearch:
             accumulate=self.settings.accumulate or seen.num_passes,
             rests=self._rests(plan),
             speculates=plan.speculate,
-            sends_inputs=Way.RECOMPUTE_HOST in plan.activations.values(),
         )
+        open_ways = request.activations
+        if Way.RECOMPUTE_HOST in plan.activations.values():
+            request = replace(request, activations=open_ways - {Way.RECOMPUTE.in_plan})
         planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
         if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
             seen = replace(seen, activation_bytes=planned)
         request = refit(request, homes, seen, plan.activations_of)
-        now = evaluate(replace(request, fixed=fixed_bytes(request)), homes, plan.activations_of)
-        request = replace(request, speculates=False, sends_inputs=False)
+        now = evaluate(request, homes, plan.activations_of)
+        request = replace(request, speculates=False, activations=open_ways)
         result = search([request], self.count, may_speculate=speculates)
         counted = [*result.speculating, *result.candidates, *self._near(result)]
         others = [bare_plan(each.solution, each.solution.homes, each.held) for each in counted]
@@ -319,8 +314,7 @@ class PlanSearch:
         placed = {Kind.PARAMETERS}
         if self.settings.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
-        is_freeing = settings.plan is not None and not settings.plan.keep_gradients
-        return (FreeingRequest if is_freeing else PlanRequest)(
+        return PlanRequest(
             model=profile,
             machine=machine,
             limits=limits,
@@ -333,6 +327,7 @@ class PlanSearch:
             num_threads=threads_of(machine, self.world.local_size),
             can_place=frozenset(placed),
             activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
+            keeps_gradients=settings.plan is None or settings.plan.keep_gradients,
         )
 
     def count(self, solution: Solution) -> dict[Tier, dict[Kind, int]]:
