@@ -98,7 +98,7 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
     result = find(requests, count, may_speculate=may_speculate, may_free=True)
     best = shortest(result.candidates)
     chosen = min([best, *result.speculating], key=lambda counted: counted.seconds)
-    plan = plan_from(chosen.solution, chosen.solution.homes, chosen.held)
+    plan = plan_from(chosen)
     if use.batch is None:
         refused = [str(error) for request, error in result.refused if request.num_replicas == 1]
         notes = [*_notes(chosen.solution.request, use), *refused]

@@ -1,8 +1,9 @@
 """From a request to plans: the linear program and a few variations of it give candidates, whole groups each; a
 simulation of one step ranks them, and bytes are counted by whoever will allocate them.
 
-`candidates` ranks, `fitting` makes room for bytes that the program does not know. They serve machines that are here,
-where `count` is exact, and machines on paper. The first of a list is the plan; training may try others on real steps.
+`solve` takes the best, `fitting` makes room for bytes that the program does not know. Both serve machines that are
+here, where `count` is exact, and machines on paper. The first of a list is the plan; training may try others on real
+steps.
 """
 
 from __future__ import annotations
@@ -45,18 +46,14 @@ def total(held: Bytes, tier: Tier) -> int:
 
 def solve(request: PlanRequest) -> Solution:
     """Return the best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
-    return candidates(request)[0]
-
-
-def candidates(request: PlanRequest) -> list[Solution]:
-    """Return placements of whole groups, the best first. Raises PrepareError with what is missing, if nothing fits."""
     try:
-        return _candidates(request)
+        return _candidates(request)[0]
     except Infeasible:
         raise PrepareError(explain_missing(request)) from None
 
 
 def _candidates(request: PlanRequest) -> list[Solution]:
+    """Return placements of whole groups, the best first. Raises Infeasible."""
     _, shares = optimise_whole(request)
     ranked = _ranked(request, [*_splits(request, shares), *_at_home(request)])
     best = ranked[0]

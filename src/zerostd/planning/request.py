@@ -234,7 +234,7 @@ def limits_for(
 
 
 def group_costs(request: PlanRequest) -> list[GroupCost]:
-    groups = zip(request.model.measured_groups, _forward_seconds(request), strict=True)
+    groups = zip(request.model.measured_groups, forward_seconds(request.model, request.machine), strict=True)
     return [_group_cost(request, index, group, forward_s) for index, (group, forward_s) in enumerate(groups)]
 
 
@@ -310,8 +310,8 @@ def _activation_cost(
     )
 
 
-def _forward_seconds(request: PlanRequest) -> list[float]:
-    model = request.model
+def forward_seconds(model: ModelProfile, machine: MachineProfile) -> list[float]:
+    """Return the seconds of each group in a forward, measured or estimated; zeros without samples."""
     flops = [group.forward_flops for group in model.groups]
     if not any(flops):
         flops = [float(group.trained + group.frozen) for group in model.groups]
@@ -323,7 +323,6 @@ def _forward_seconds(request: PlanRequest) -> list[float]:
         return [model.forward_s * count / total for count in flops]
     if model.samples is None:
         return [0.0] * len(flops)
-    machine = request.machine
     rate = machine.matrix.get(model.dtype) or max(machine.matrix.values())
     return [group.forward_flops * model.samples / (rate * machine.achieved) for group in model.groups]
 

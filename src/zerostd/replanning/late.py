@@ -18,7 +18,7 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.planning import Plan
 from zerostd.policy import Tier
 from zerostd.preparing.building import add_masters, attach_optimizer
-from zerostd.preparing.proposing import PlanSearch, find_limits
+from zerostd.preparing.proposing import PlanSearch, least_limits
 from zerostd.replanning.adapting import adapt
 from zerostd.replanning.moving import move
 
@@ -50,9 +50,7 @@ def _plan_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
         return None
     world = runtime.world
     control = runtime.gatherer.control
-    here = find_limits(settings.budget, world, runtime.ledger.held[Tier.DEVICE])
-    by_rank: list[dict[Tier, int]] = control.collect(here)
-    limits = {tier: min(limits[tier] for limits in by_rank) for tier in here}
+    limits = least_limits(control, settings.budget, runtime.ledger.held[Tier.DEVICE])
     activations: int = max(control.collect(runtime.backward.activations.counted().total))  # of the passes to come
     beside: dict[Tier, int] = {**limits, Tier.DEVICE: limits[Tier.DEVICE] - activations}
     search = PlanSearch(settings, runtime.blueprints, world)
