@@ -152,8 +152,7 @@ class Adapter(StepObserver):
         least = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
         kept = replace(least, activations={"*": Way.DEVICE.in_plan} if self._room.count() else ways)
         remembered = recall(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
-        texts: list[str] = control.collect([plan.to_json() for plan in (remembered, kept) if plan is not None])[0]
-        plans = [Plan.from_json(text) for text in texts]
+        plans: list[Plan] = control.collect([plan for plan in (remembered, kept) if plan is not None])[0]
         by_rank: list[list[bool]] = control.collect([self._leaves_parameters(p) and self._room.holds(p) for p in plans])
         for plan, *is_held in zip(plans, *by_rank, strict=True):
             if all(is_held):

@@ -13,6 +13,7 @@ import torch
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
+from zerostd.measuring.machine import from_first
 from zerostd.optimizers.elementwise import find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.planning import Plan
@@ -57,15 +58,8 @@ def _plan_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
     if search.fits(settings.plan, beside):
         return None
     machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
-    text = ""
-    refusal = ""
-    if world.rank == 0:
-        try:
-            text = replace(search.place_states(beside, machine), limits=limits).to_json()
-        except PrepareError as error:
-            refusal = str(error)
-    text, refusal = control.collect((text, refusal))[0]
-    if refusal:
+    try:
+        return from_first(control, lambda: replace(search.place_states(beside, machine), limits=limits))
+    except PrepareError as error:
         name = type(inner).__name__
-        raise PrepareError(f"the states of {name}, made after prepare, do not fit beside the model: {refusal}")
-    return Plan.from_json(text)
+        raise PrepareError(f"the states of {name}, made after prepare, do not fit beside the model: {error}") from error
