@@ -422,6 +422,8 @@ def test_inputs_of_recomputed_groups_go_to_the_host_where_nothing_else_fits() ->
     }
     with pytest.raises(PrepareError):
         search([replace(tight, activations=ways - {"recompute+host"})], model_state, may_speculate=False)
+    only = search([replace(tight, activations=ways - {"recompute"})], model_state, may_speculate=False)
+    assert activations_by_group(only.candidates[0].solution) == {"*": "recompute+host"}, "where no other way is allowed"
 
 
 @pytest.mark.parametrize("way", ["recompute", "recompute+host"])

@@ -18,7 +18,7 @@ from zerostd.monitoring.texts import percent_text, plain_seconds
 from zerostd.planning.plan import Plan
 from zerostd.planning.planner import Bytes, Counted
 from zerostd.planning.pricing import if_most_are_clipped, plan_from
-from zerostd.planning.profiles import MachineProfile, ModelProfile, Processor
+from zerostd.planning.profiles import RECOMPUTED, MachineProfile, ModelProfile, Processor
 from zerostd.planning.request import (
     FOR_ACTIVATIONS,
     PlanRequest,
@@ -376,7 +376,7 @@ def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, sam
         return ScalingRow(use.world_size, refused=str(error))
     passes = use.accumulate or 1
     costs = group_costs(_request(model, replace(machine, wires=()), use, passes, plan.stage))
-    recomputed = [cost.activations for cost in costs if plan.activations_of(cost.name) == "recompute"]
+    recomputed = [cost.activations for cost in costs if plan.activations_of(cost.name) in RECOMPUTED]
     longer_s = sum(activations.longer_s for activations in recomputed)
     held = {
         tier: sum(size for kind, size in kinds.items() if kind not in (Kind.ACTIVATIONS, Kind.BUFFERS))
