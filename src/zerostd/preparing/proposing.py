@@ -28,7 +28,7 @@ from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, st
 from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
-from zerostd.policy import Budget, Homes, Kind, Stage, Tier, Way, shards
+from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, shards
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
@@ -162,10 +162,10 @@ class PlanSearch:
         homes = {group.name: Homes() for group in self.blueprints}
         note = "Everything fits on the device, so nothing has to move."
         for stage in stages_of(self.settings.stage, self.world.num_shards):
-            plan = Plan(homes, stage, self.world.num_shards, limits=limits, notes=(note,))
-            counted = self.account(plan)
+            counted = self._predict(replace(self.settings, stage=stage, placement=Placement()))
             if total(counted, Tier.DEVICE) <= limits[Tier.DEVICE]:
-                return replace(plan, predicted=Prediction(bytes=counted))
+                prediction = Prediction(bytes=counted)
+                return Plan(homes, stage, self.world.num_shards, predicted=prediction, limits=limits, notes=(note,))
         return None
 
     def propose(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile) -> Plan:
@@ -253,7 +253,10 @@ class PlanSearch:
 
     def account(self, plan: Plan) -> dict[Tier, dict[Kind, int]]:
         """Return the bytes of a plan without activations, by the code that allocates them."""
-        rules = rules_for(self.settings.obeying(plan, sizes_of(self.blueprints)), self.world, self.blueprints)
+        return self._predict(self.settings.obeying(plan, sizes_of(self.blueprints)))
+
+    def _predict(self, settings: Settings) -> dict[Tier, dict[Kind, int]]:
+        rules = rules_for(settings, self.world, self.blueprints)
         return predict(plan_flats(self.blueprints, rules), rules)
 
     def revise(
