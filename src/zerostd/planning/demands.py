@@ -84,7 +84,11 @@ class ResourceDemands:
         self.forward_s = _array(cost.forward_s for cost in costs)
         self.backward_s = _array(cost.backward_s for cost in costs)
         self.longer_s = _array(cost.activations.longer_s for cost in costs)
-        self._inputs = _array(cost.activations.inputs for cost in costs)  # of recomputed groups, that go to the host
+
+    @property
+    def _inputs(self) -> Array:
+        """Inputs of recomputed groups that go to the host."""
+        return _array(cost.activations.inputs for cost in self.request.costs)
 
     @property
     def _shared_off(self) -> Array:
