@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Plan, PlanRequest, Processor
-from zerostd.planning.planner import solve
+from zerostd.planning.planner import Counted, solve
 from zerostd.planning.pricing import plan_from
 from zerostd.planning.solution import model_state
 from zerostd.policy import Tier
@@ -67,7 +67,7 @@ def request_of(model: ModelProfile, limits: Mapping[Tier, int] = EVERYTHING, **o
 def make_plan(request: PlanRequest, notes: Sequence[str] = ()) -> Plan:
     """The fastest plan that fits, its bytes by the closed form."""
     solution = solve(request)
-    return plan_from(solution, solution.homes, model_state(solution), notes)
+    return plan_from(Counted(solution, model_state(solution)), notes)
 
 
 def rates(low: float, high: float) -> st.SearchStrategy[float]:

@@ -350,8 +350,7 @@ def test_more_choice_and_more_memory_make_no_plan_much_longer() -> None:
 def test_without_a_choice_nothing_is_said_and_nothing_changes() -> None:
     model = from_numbers("1.3B", samples=8)
     limits = {Tier.DEVICE: 30 * GIB, Tier.HOST: 120 * GIB}
-    fixed = {Tier.DEVICE: model.activations()}
-    without, only = request_of(model, limits, fixed=fixed), request_of(model, limits, activations=frozenset({"keep"}))
+    without, only = request_of(model, limits), request_of(model, limits, activations=frozenset({"keep"}))
     one, other = make_plan(without), make_plan(only)
     assert one.activations == {} and other.activations == {"*": "keep"}
     assert one.predicted.step_s == pytest.approx(other.predicted.step_s, rel=1e-3)
@@ -363,34 +362,31 @@ def test_without_a_choice_nothing_is_said_and_nothing_changes() -> None:
 
 def test_what_recomputing_would_bring_is_told_to_those_who_do_not() -> None:
     model = from_numbers("6.7B", samples=8)
-    fixed = {Tier.DEVICE: model.activations()}
-    tight = request_of(model, {Tier.DEVICE: 60 * GIB, Tier.HOST: 120 * GIB}, fixed=fixed)
+    tight = request_of(model, {Tier.DEVICE: 60 * GIB, Tier.HOST: 120 * GIB})
     (note,) = [note for note in make_plan(tight).notes if note.startswith("Recomputing")]
     assert "of 34 groups" in note and "% shorter" in note
     told = int(note.split("would make a step ")[1].split("%")[0]) / 100
-    other = replace(tight, fixed={}, activations=frozenset({"keep", "recompute"}))
+    other = replace(tight, activations=frozenset({"keep", "recompute"}))
     assert 1 - solve(other).timeline.step_s / solve(tight).timeline.step_s == pytest.approx(told, abs=0.01)
     roomy = replace(tight, limits={Tier.DEVICE: 400 * GIB, Tier.HOST: 120 * GIB})
     assert not any("Recomputing" in note for note in make_plan(roomy).notes)
     again = replace(model, recomputes=True)
-    does = replace(tight, model=again, fixed={Tier.DEVICE: again.activations()})
+    does = replace(tight, model=again)
     assert not any("Recomputing" in note for note in make_plan(does).notes)
 
 
 def test_an_error_says_how_many_samples_fit_and_whether_recomputing_would_do() -> None:
     model = from_numbers("6.7B", samples=8)
-    request = request_of(
-        model, {Tier.DEVICE: 24 * GIB, Tier.HOST: 160 * GIB}, fixed={Tier.DEVICE: model.activations() + GIB}
-    )
+    request = request_of(model, {Tier.DEVICE: 24 * GIB, Tier.HOST: 160 * GIB}, fixed={Tier.DEVICE: GIB})
     with pytest.raises(PrepareError) as caught:
         solve(request)
     text = str(caught.value)
     assert "4 samples in a pass instead of 8" in text
     assert "recomputed activations, which take 31.94 GiB less" in text and "not enough" not in text
     fewer = replace(model, samples=4)
-    assert solve(replace(request, model=fewer, fixed={Tier.DEVICE: fewer.activations() + GIB}))
+    assert solve(replace(request, model=fewer))
     again = replace(model, recomputes=True)
-    assert solve(replace(request, model=again, fixed={Tier.DEVICE: again.activations() + GIB}))
+    assert solve(replace(request, model=again))
     small = replace(request, limits={Tier.DEVICE: 6 * GIB, Tier.HOST: 160 * GIB})
     with pytest.raises(PrepareError, match=r"which take 31.94 GiB less: not enough on its own"):
         solve(small)
@@ -426,6 +422,8 @@ def test_inputs_of_recomputed_groups_go_to_the_host_where_nothing_else_fits() ->
     }
     with pytest.raises(PrepareError):
         search([replace(tight, activations=ways - {"recompute+host"})], model_state, may_speculate=False)
+    only = search([replace(tight, activations=ways - {"recompute"})], model_state, may_speculate=False)
+    assert activations_by_group(only.candidates[0].solution) == {"*": "recompute+host"}, "where no other way is allowed"
 
 
 @pytest.mark.parametrize("way", ["recompute", "recompute+host"])
@@ -434,11 +432,11 @@ def test_what_a_pass_needs_for_a_moment_counts_for_every_plan(way: str) -> None:
     group = GroupProfile("g", 10**6, forward_flops=1.0, kept_bytes=3e9, boundary_bytes=1e9)
     groups = tuple(replace(group, name=f"g{index}") for index in range(8))
     model = ModelProfile("deep", groups, samples=1)
-    request = request_of(model, EVERYTHING, activations=ANY, sends_inputs=way == "recompute+host")
+    request = request_of(model, EVERYTHING, activations=ANY - {"recompute"} | {way})
     homes = {group.name: Homes() for group in groups}
     inputs = 8e9 if way == "recompute" else 0.0
     seen = ObservedStep(0.3, 0.1, 0.2, activation_bytes=int(inputs + 5e9))
-    fitted = replace(refit(request, homes, seen, lambda _: way), sends_inputs=False)
+    fitted = replace(refit(request, homes, seen, lambda _: way), activations=ANY)
     for shares, bytes_held in (([KEPT] * 8, 29e9), ([AGAIN] * 8, 13e9), ([AGAIN] * 4 + [KEPT] * 4, 21e9)):
         assert activation_bytes(fitted, shares)[0] == bytes_held
 

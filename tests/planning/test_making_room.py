@@ -10,7 +10,6 @@ from planning.machines import GIB, H200, gpt, request_of
 from zerostd.errors import PrepareError
 from zerostd.planning import PlanRequest
 from zerostd.planning.planner import Bytes, fitting, total
-from zerostd.planning.request import FreeingRequest
 from zerostd.planning.searching import search
 from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Kind, Tier
@@ -101,10 +100,10 @@ def test_several_passes_and_norms_keep_gradients(options: dict[str, object]) -> 
 def test_updates_keep_pace_with_backward_where_gradients_are_freed() -> None:
     """States of all groups have the same shares: in the program's usual order, backward would wait for the groups that
     are streamed, and the link be idle while it is in the others."""
-    freed = fitting(FreeingRequest.of(early(30, 64)), closed_form)[0]
+    freed = fitting(replace(early(30, 64), keeps_gradients=False), closed_form)[0]
     shares = [share.resident for share in freed.solution.shares]
     assert max(shares) - min(shares) < 1e-6
     usual = fitting(early(30, 80), closed_form)[0]  # with room for the gradients
     placed = [replace(share, gradients_host=0.0) for share in usual.solution.shares]
     assert max(share.resident for share in placed) - min(share.resident for share in placed) > 0.5
-    assert freed.seconds < Solution(FreeingRequest.of(usual.solution.request), placed).timeline.step_s
+    assert freed.seconds < Solution(replace(usual.solution.request, keeps_gradients=False), placed).timeline.step_s

@@ -112,11 +112,12 @@ def test_the_plan_that_was_observed_takes_what_was_observed(way: str, more: floa
     sizes = {"kept_bytes": 3e8, "boundary_bytes": 1e8, "peak_bytes": 2e8}
     groups = tuple(replace(group, **sizes) for group in MODEL.groups)
     model = replace(MODEL, groups=groups, samples=1)
-    request = request_of(model, activations=frozenset(WAYS), sends_inputs=way == "recompute+host")
+    ways = frozenset(WAYS)
+    request = request_of(model, activations=ways - {"recompute"} if way == "recompute+host" else ways)
     homes = dict.fromkeys([group.name for group in groups], ON_HOST)
 
     def bytes_of(known: PlanRequest, sends: bool) -> float:
-        known = replace(known, sends_inputs=sends)
+        known = replace(known, activations=ways - {"recompute"} if sends else ways)
         return activation_bytes(known, evaluate(known, homes, lambda _: way).shares)[0]
 
     predicted = bytes_of(request, request.sends_inputs)

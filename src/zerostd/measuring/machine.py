@@ -117,7 +117,8 @@ def load_or_measure(
         is_new = profile is not kept
         profile = _with_free(profile, control, disk_path)
         if is_new and world.rank == 0:
-            _keep(profile)
+            path = cache_file(profile.name, profile.versions)
+            write_cached(path, profile.to_json(), "the machine profile", "it is measured again next time")
         return profile
 
 
@@ -274,12 +275,8 @@ def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> M
     name = machine_name(device)
     now = versions(device)
     path = cache_file(name, now)
-    if not path.exists():
-        return None
-    try:
-        kept = load_profile(path)
-    except PrepareError as error:
-        log.warning("measuring the machine again, because the cached profile cannot be used: %s", error)
+    kept = read_cached(path, load_profile, "measuring the machine again, because the cached profile cannot be used")
+    if kept is None:
         return None
     if (kept.name, kept.device, kept.versions) != (name, device.type, now):
         log.warning("measuring the machine again: %s is from another machine or other versions", path)
@@ -298,20 +295,26 @@ def _share_file_system(first: str, second: str) -> bool:
     return False
 
 
-def _keep(profile: MachineProfile) -> None:
-    path = cache_file(profile.name, profile.versions)
+def read_cached(path: Path, load: Callable[[Path], T], warning: str) -> T | None:
+    """Return what `load` makes of a file of the cache; None if there is none, or, with a warning, if it is invalid."""
+    if not path.exists():
+        return None
     try:
-        write_cached(path, profile.to_json())
-    except OSError as error:
-        log.warning("the machine profile cannot be saved to %s (%s); it is measured again next time", path, error)
+        return load(path)
+    except PrepareError as error:
+        log.warning("%s: %s", warning, error)
+        return None
 
 
-def write_cached(path: Path, text: str) -> None:
+def write_cached(path: Path, text: str, what: str, otherwise: str) -> None:
     """Write a file of the cache in one go: another process sees the old file or the new one. Only the user may read
-    it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as folder:  # 0700
-        file = Path(folder, path.name)
-        file.write_text(text, encoding="utf-8")
-        file.chmod(0o600)
-        os.replace(file, path)
+    it. Where it cannot be written, warn."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as folder:  # 0700
+            file = Path(folder, path.name)
+            file.write_text(text, encoding="utf-8")
+            file.chmod(0o600)
+            os.replace(file, path)
+    except OSError as error:
+        log.warning("%s cannot be saved to %s (%s); %s", what, path, error, otherwise)

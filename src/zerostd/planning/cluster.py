@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import percent_text, plain_seconds
 from zerostd.planning.plan import Plan
-from zerostd.planning.planner import Bytes, Counted, fixed_bytes
+from zerostd.planning.planner import Bytes, Counted
 from zerostd.planning.pricing import if_most_are_clipped, plan_from
-from zerostd.planning.profiles import MachineProfile, ModelProfile, Processor
+from zerostd.planning.profiles import RECOMPUTED, MachineProfile, ModelProfile, Processor
 from zerostd.planning.request import (
     FOR_ACTIVATIONS,
     PlanRequest,
@@ -98,7 +98,7 @@ def plan_on(model: ModelProfile, machine: MachineProfile, use: TrainingOptions) 
     result = find(requests, count, may_speculate=may_speculate, may_free=True)
     best = shortest(result.candidates)
     chosen = min([best, *result.speculating], key=lambda counted: counted.seconds)
-    plan = plan_from(chosen.solution, chosen.solution.homes, chosen.held)
+    plan = plan_from(chosen)
     if use.batch is None:
         refused = [str(error) for request, error in result.refused if request.num_replicas == 1]
         notes = [*_notes(chosen.solution.request, use), *refused]
@@ -207,8 +207,7 @@ def count(solution: Solution) -> Bytes:
     request = solution.request
     is_sharded = request.world_size > 1 and shards(request.stage, Kind.PARAMETERS)
     gathers = is_sharded or any(share.parameters_off for share in solution.shares)
-    fixed = fixed_bytes(request)
-    fixed[Tier.DEVICE] += _working(request, gathers=gathers)
+    fixed = {Tier.DEVICE: _working(request, gathers=gathers)}
     return model_state(replace(solution, request=replace(request, fixed=fixed)))
 
 
@@ -377,7 +376,7 @@ def _row(model: ModelProfile, machine: MachineProfile, use: TrainingOptions, sam
         return ScalingRow(use.world_size, refused=str(error))
     passes = use.accumulate or 1
     costs = group_costs(_request(model, replace(machine, wires=()), use, passes, plan.stage))
-    recomputed = [cost.activations for cost in costs if plan.activations_of(cost.name) == "recompute"]
+    recomputed = [cost.activations for cost in costs if plan.activations_of(cost.name) in RECOMPUTED]
     longer_s = sum(activations.longer_s for activations in recomputed)
     held = {
         tier: sum(size for kind, size in kinds.items() if kind not in (Kind.ACTIVATIONS, Kind.BUFFERS))

@@ -26,6 +26,7 @@ NUM_BUFFERS = 2  # groups whose activations are on the device, where they are ke
 MOST_SIZES = 3  # of groups, up to which others than kept activations are tried
 
 Factors = dict[str, Array]  # by the name of a share or a product
+NOTHING: Factors = {}
 
 
 @dataclass(frozen=True)
@@ -161,44 +162,48 @@ class ResourceDemands:
         written = self.weights * (not model.shared_bytes)  # beside the master, which else has them as one half
         in_memory = {name: self.gradient + written + 2 * states for name in by_cpu}
         work = {"cpu": _scaled(by_cpu, self.request.cpu_s)}
-        work |= self._link(up, down, _sum(in_memory, up, down, _scaled(read, 2)))
-        return work | self._disk(read, read)
+        return work | self._seconds(up, down, _sum(in_memory, _scaled(read, 2)), read=read, written=read)
 
     def passes(self) -> list[tuple[dict[str, Factors], Array | float]]:
         """Return, by resource, the transfers that passes of a step need after the first forward, and how often."""
         count = self.request.accumulate
         off = dict.fromkeys(OFF, self.parameters)
-        brought = self._link(off, {}, off) | self._disk({"parameters_disk": self.parameters}, {})
+        brought = self._seconds(off, NOTHING, read={"parameters_disk": self.parameters})
         often = numpy.full(len(self.updated), 2.0 * count - 1.0)
         often[-1] = count - 1.0  # the last group stays for backward
         summed = {"gradients_host": self.gradients}  # they come up to be added to
         sent = {"activations_host": self.kept, "activations_recomputed": self._inputs}
         return [
             (brought, often),
-            (self._link(summed, summed, _scaled(summed, 2)), count - 1.0),
-            (self._link(sent, sent, _scaled(sent, 2)) if self.request.chooses else {}, float(count)),
+            (self._seconds(summed, summed), count - 1.0),
+            (self._seconds(sent, sent) if self.request.chooses else {}, float(count)),
         ]
 
-    def _link(self, up: Factors, down: Factors, memory: Factors) -> dict[str, Factors]:
-        link = self.request.machine.link
-        if link is None:
-            return {}
-        return {
-            "up": _scaled(up, 1 / link.up),
-            "down": _scaled(down, 1 / link.down),
-            "link": _scaled(_sum(up, down), 1 / link.both),
-            "memory": _scaled(memory, 1 / self.request.memory_rate),
-        }
+    def _seconds(
+        self,
+        up: Factors,
+        down: Factors,
+        beside: Factors = NOTHING,
+        *,
+        read: Factors = NOTHING,
+        written: Factors = NOTHING,
+    ) -> dict[str, Factors]:
+        """Return, by resource, the seconds of bytes over the link, `beside` it in host memory, and of the disk."""
+        moved = {"up": up, "down": down, "link": _sum(up, down), "memory": _sum(up, down, beside)}
+        moved |= {"read": read, "write": written, "disk": read}
+        return {name: _scaled(moved[name], 1 / rate) for name, rate in rates_of(self.request).items()}
 
-    def _disk(self, read: Factors, written: Factors) -> dict[str, Factors]:
-        disk = self.request.disk
-        if disk is None:
-            return {}
-        return {
-            "read": _scaled(read, 1 / disk.read),
-            "write": _scaled(written, 1 / disk.write),
-            "disk": _scaled(read, 1 / disk.both),
-        }
+
+def rates_of(request: PlanRequest) -> dict[str, float]:
+    """Return, by resource, how many bytes a second pass through it."""
+    link = request.machine.link
+    disk = request.disk
+    rates: dict[str, float] = {}
+    if link is not None:
+        rates = {"up": link.up, "down": link.down, "link": link.both, "memory": request.memory_rate}
+    if disk is not None:
+        rates |= {"read": disk.read, "write": disk.write, "disk": disk.both}
+    return rates
 
 
 def products(request: PlanRequest) -> Iterator[tuple[str, Sequence[str], Mapping[str, Array | float], float]]:
@@ -303,7 +308,7 @@ def activation_choices(request: PlanRequest) -> list[ActivationChoice]:
     least: dict[tuple[str, ...], float] = {}  # bytes of the device, by ways
     for small in _up_to_sizes(request):
         for ways in (("recompute",), ("host",), ("recompute", "host")):
-            if not request.ways.issuperset(ways):
+            if ("recompute" in ways and not request.recomputes) or ("host" in ways and "host" not in request.ways):
                 continue
             recomputed = small * (kept > boundary) * ("recompute" in ways)
             sent = small * (kept > 0) * ("host" in ways)
@@ -325,10 +330,13 @@ def any_choice(request: PlanRequest) -> ActivationChoice:
     """Return all that may be done."""
     every = numpy.full(len(request.costs), float(request.chooses))
     must = request.chooses and "keep" not in request.ways
-    return _choice(request, every * ("recompute" in request.ways), every * ("host" in request.ways), must=must)
+    return _choice(request, every * request.recomputes, every * ("host" in request.ways), must=must)
 
 
 def staying(request: PlanRequest) -> float:
+    """Return the bytes of activations that are on the device in any case."""
+    if not request.chooses:
+        return request.model.activations()
     return sum(cost.activations.staying for cost in request.costs)
 
 

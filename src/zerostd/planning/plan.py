@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,20 +21,6 @@ from zerostd.policy import LOSSLESS, Homes, Kind, Placement, Route, Stage, Tier,
 VERSION = 1
 GIB = 2**30
 REMEDY = "correct it, or plan again"
-FIELDS = (
-    "stage",
-    "world_size",
-    "speculate",
-    "keep_gradients",
-    "adaptive",
-    "codec",
-    "homes",
-    "activations",
-    "limits",
-    "notes",
-    "predicted",
-    "trials",
-)
 DOES = {
     "recompute": "recompute them in",
     "recompute+host": "recompute them from inputs on the host in",
@@ -171,10 +157,11 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON, which `from_json` reads."""
-        data = asdict(self)
+        data = asdict(replace(self, spans=()))
+        del data["spans"]
         if list(self.activations) == ["*"]:
             data["activations"] = self.activations["*"]
-        return json.dumps({"version": VERSION, **{name: data[name] for name in FIELDS}}, indent=2) + "\n"
+        return json.dumps({"version": VERSION, **data}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "plan") -> Self:

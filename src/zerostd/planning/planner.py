@@ -1,8 +1,9 @@
 """From a request to plans: the linear program and a few variations of it give candidates, whole groups each. A
 simulation of one step ranks them, and the code that will allocate the bytes counts them.
 
-`candidates` ranks, `fitting` makes room for bytes that the program does not know. They serve machines that are here,
-where `count` is exact, and machines on paper. The first of a list is the plan; training may try others on real steps.
+`solve` takes the best, `fitting` makes room for bytes that the program does not know. Both serve machines that are
+here, where `count` is exact, and machines on paper. The first of a list is the plan; training may try others on real
+steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from zerostd.errors import PrepareError
 from zerostd.planning.demands import GroupShares, way_of, work
 from zerostd.planning.linear import Infeasible
+from zerostd.planning.profiles import RECOMPUTED
 from zerostd.planning.program import SLACK, optimise
 from zerostd.planning.request import PlanRequest
 from zerostd.planning.rounding import enlargements, explain_missing, least_of, optimise_whole
@@ -44,18 +46,14 @@ def total(held: Bytes, tier: Tier) -> int:
 
 def solve(request: PlanRequest) -> Solution:
     """Return the best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
-    return candidates(request)[0]
-
-
-def candidates(request: PlanRequest) -> list[Solution]:
-    """Return placements of whole groups, the best first. Raises PrepareError with what is missing, if nothing fits."""
     try:
-        return _candidates(request)
+        return _candidates(request)[0]
     except Infeasible:
         raise PrepareError(explain_missing(request)) from None
 
 
 def _candidates(request: PlanRequest) -> list[Solution]:
+    """Return placements of whole groups, the best first. Raises Infeasible."""
     _, shares = optimise_whole(request)
     ranked = _ranked(request, [*_splits(request, shares), *_at_home(request)])
     best = ranked[0]
@@ -122,11 +120,11 @@ def _at_home(request: PlanRequest) -> Iterator[list[GroupShares]]:
 def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
     """Yield simpler requests whose step may be shorter, because the program does not know all costs."""
     ways = {way_of(share) for share in solution.shares}
-    if request.chooses and "recompute" in request.ways and ways != {"recompute"}:
+    if request.chooses and request.recomputes and ways != {"recompute"}:
         longer_s = sum(cost.activations.longer_s for cost in request.costs)
         least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in request.costs)
         if request.accumulate * least_s < solution.timeline.step_s:
-            yield replace(request, activations=frozenset({"recompute"}))
+            yield replace(request, activations=request.ways.intersection(RECOMPUTED))
     if "host" in ways and request.ways > {"host"}:  # they cost more as a whole than in shares
         yield replace(request, activations=request.ways - {"host"})
     is_off = any(share.gradients_host + share.parameters_off for share in solution.shares)
@@ -216,7 +214,7 @@ def fitting(request: PlanRequest, count: CountBytes) -> list[Counted]:
 def _make_room(request: PlanRequest, count: CountBytes) -> list[Counted]:
     """Return the candidates whose counted bytes fit, or none. Bytes that the program does not know, such as buffers,
     depend on its solution. First only the states of that solution are placed again beside them, then everything is."""
-    fixed: Mapping[Tier, int] = fixed_bytes(request)
+    fixed: Mapping[Tier, int] = {}
     for _ in range(MOST_ROUNDS):
         try:
             answers = _candidates(replace(request, fixed=fixed))
@@ -233,11 +231,11 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
     """Return the whole groups that take the fewest counted bytes of a tier while the other tiers keep their limits;
     None if that is impossible. The tier's own limit is ignored: a refusal names these bytes, and with that limit the
     same groups are found again."""
-    fixed: Mapping[Tier, int] = fixed_bytes(request)
+    fixed: Mapping[Tier, int] = {}
     for _ in range(MOST_ROUNDS):
         asked = replace(request, fixed=fixed)
         try:
-            solution = Solution(asked, least_of(asked, tier))
+            solution = Solution(asked, least_of(asked, tier)[1])
         except Infeasible:
             return None
         answers = [Counted(each, count(each)) for each in (solution, _by_cpu(solution))]
@@ -255,7 +253,7 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
 def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) -> list[dict[Tier, int]]:
     """Return enlarged limits that are enough, the fewest bytes first: for each tier alone, and for several tiers if
     that takes fewer bytes or is the only way."""
-    together = enlargements(replace(request, fixed=fixed_bytes(request)))[0]
+    together = enlargements(request)[0]
     by = _enlarged(request, together, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
     ways = [{tier: size} for tier, size in alone.items()]
     if by and by not in ways:
@@ -276,11 +274,6 @@ def _enlarged(request: PlanRequest, by: Mapping[Tier, float], count: CountBytes)
         is_last = not plenty
         limits[tier] = max(request.limits[tier] if is_last else limits[tier], total(least.held, tier))
     return {tier: limits[tier] - request.limits[tier] for tier in tiers if limits[tier] > request.limits[tier]}
-
-
-def fixed_bytes(request: PlanRequest) -> dict[Tier, int]:
-    """Return the bytes that every placement needs: activations, if there is no choice about them."""
-    return {Tier.DEVICE: 0 if request.chooses else request.model.activations()}
 
 
 def _counted(request: PlanRequest, answer: Solution, count: CountBytes) -> Counted | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zerostd.errors import PrepareError
@@ -11,21 +11,22 @@ from zerostd.monitoring.texts import percent_text, plain_seconds, size_text
 from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
-from zerostd.planning.planner import Bytes, solve
+from zerostd.planning.planner import Counted, solve
 from zerostd.planning.program import prices_of, quickest
 from zerostd.planning.request import PlanRequest
 from zerostd.planning.rounding import recomputed_bytes
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import Solution, activations_by_group
-from zerostd.policy import Homes, Tier
+from zerostd.policy import Tier
 
 WORTH_TELLING = 0.15  # of a step: what recomputing must bring
 WORTH_SAYING = 0.02  # of a step: what not speculating must bring where most gradients are clipped
 
 
-def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, notes: Sequence[str] = ()) -> Plan:
+def plan_from(counted: Counted, notes: Sequence[str] = ()) -> Plan:
     """Return a solution as a plan, with counted bytes, prices, and sentences about what would help."""
-    plan = bare_plan(solution, homes, counted)
+    solution = counted.solution
+    plan = bare_plan(counted)
     if solution.request.model.knows_time:
         about = _about_activations if solution.request.chooses else _if_recomputed
         notes = [_twice_the_samples(solution), *about(solution), *notes]
@@ -33,14 +34,15 @@ def plan_from(solution: Solution, homes: Mapping[str, Homes], counted: Bytes, no
     return replace(plan, notes=tuple(notes), predicted=replace(plan.predicted, prices=_prices(solution)))
 
 
-def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) -> Plan:
+def bare_plan(counted: Counted) -> Plan:
     """Return a solution as a plan with seconds and bytes only."""
+    solution = counted.solution
     request = solution.request
     speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
     busy = work(request, solution.shares)
     busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
     busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
-    predicted = Prediction(bytes=counted, busy=busy)
+    predicted = Prediction(bytes=counted.held, busy=busy)
     if request.model.knows_time:
         timeline = solution.timeline
         predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s)
@@ -48,7 +50,7 @@ def bare_plan(solution: Solution, homes: Mapping[str, Homes], counted: Bytes) ->
             clipped_s = simulate(replace(request, speculates=False), solution.shares).step_s
             predicted = replace(predicted, clipped_s=clipped_s)
     return Plan(
-        homes=homes,
+        homes=solution.homes,
         stage=request.stage,
         world_size=request.world_size,
         speculate=speculates,
@@ -91,9 +93,8 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
     most_gain = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
     if recomputed is None or recomputed >= activations or most_gain < WORTH_TELLING or not solution.bytes_off:
         return
-    fixed = {**request.fixed, Tier.DEVICE: max(0, request.fixed.get(Tier.DEVICE, 0) - activations)}
     try:
-        changed = solve(replace(request, fixed=fixed, activations=frozenset({"keep", "recompute"})))
+        changed = solve(replace(request, activations=frozenset({"keep", "recompute"})))
     except PrepareError:
         return
     gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
@@ -108,11 +109,8 @@ def _if_recomputed(solution: Solution) -> Iterator[str]:
 
 def _twice_the_samples(solution: Solution) -> str:
     request = solution.request
-    fixed = request.fixed
-    if not request.chooses:
-        fixed = {**fixed, Tier.DEVICE: fixed.get(Tier.DEVICE, 0) + request.model.activations()}
     try:
-        changed = solve(replace(request, model=request.model.with_twice_the_samples(), fixed=fixed))
+        changed = solve(replace(request, model=request.model.with_twice_the_samples()))
     except PrepareError:
         return "Doubling the micro-batch would not fit."
     gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)

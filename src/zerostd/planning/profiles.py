@@ -13,8 +13,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Self
+
+import numpy
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.decoding import convert, decode
@@ -54,13 +55,8 @@ class Processor:
     def ns(self, num_threads: int) -> float:
         """Return nanoseconds for one parameter with this many threads; rates in between are interpolated."""
         known = sorted(self.update_ns.items())
-        if num_threads <= known[0][0]:
-            return known[0][1] * known[0][0] / max(1, num_threads)
-        for (low, slow), (high, fast) in pairwise(known):
-            if num_threads <= high:
-                part = (num_threads - low) / (high - low)
-                return 1.0 / ((1.0 - part) / slow + part / fast)
-        return known[-1][1]
+        rates = [0.0, *(1.0 / ns for _, ns in known)]
+        return 1.0 / float(numpy.interp(max(1, num_threads), [0, *(threads for threads, _ in known)], rates))
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from zerostd.planning.demands import (
     choice_of,
     products,
     states_of,
+    staying,
 )
 from zerostd.planning.linear import Array, Infeasible, LinearProgram, LinearSolution, Term
 from zerostd.planning.request import PlanRequest
@@ -67,7 +68,9 @@ class ScheduleProgram:
         self.constant: dict[Tier, float] = {}  # bytes that are there in any case
         for tier in Tier:
             self.bytes[tier] = []
-            self.constant[tier] = choice.beside if tier is Tier.DEVICE and has_times else 0.0
+            self.constant[tier] = 0.0
+            if tier is Tier.DEVICE:
+                self.constant[tier] = choice.beside if has_times else staying(request)
             for factors in self.demands.bytes(tier).values():
                 self.constant[tier] += float(factors.pop(ALWAYS, numpy.zeros(1)).sum())
                 self.bytes[tier] += self._terms(factors, 1 / GIGA)

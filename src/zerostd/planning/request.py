@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from zerostd.errors import PrepareError
 from zerostd.planning.profiles import RECOMPUTED, DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
@@ -82,13 +82,11 @@ class PlanRequest:
     waits_for_norm: bool = False  # clipping, or a loss scale: no update before the last gradient
     speculates: bool = False  # keeps a second copy of states on the host, so that it need not wait
     num_threads: int = 1  # for updates on the CPU
-    fixed: Mapping[Tier, int] = field(default_factory=dict)  # working memory, and activations that have no choice
+    fixed: Mapping[Tier, int] = field(default_factory=dict)  # working memory
     activations: frozenset[str] = frozenset()  # of WAYS, those there is a choice among; empty: as the model does now
-    sends_inputs: bool = False  # of recomputed groups, to the host
+    keeps_gradients: bool = True  # until the step; False: each is freed as its group is updated inside backward
     can_place: frozenset[Kind] = frozenset({Kind.OPTIMIZER_STATES, Kind.GRADIENTS, Kind.PARAMETERS})
     rests: Mapping[str, Tier] | None = None  # by group: where parameters are and stay; None: they are placed too
-
-    keeps_gradients: ClassVar[bool] = True  # until the step
 
     def __post_init__(self) -> None:
         if self.activations and not self.ways:
@@ -108,8 +106,18 @@ class PlanRequest:
         return self.activations if has_host else self.activations - {"host", "recompute+host"}
 
     @property
+    def recomputes(self) -> bool:
+        """Whether groups may be recomputed."""
+        return not self.ways.isdisjoint(RECOMPUTED)
+
+    @property
+    def sends_inputs(self) -> bool:
+        """Whether inputs of recomputed groups go to the host: where they may, and may not stay on the device."""
+        return "recompute+host" in self.ways and "recompute" not in self.ways
+
+    @property
     def chooses(self) -> bool:
-        """Whether the plan decides what is done with activations; their bytes are not in `fixed` then."""
+        """Whether the plan decides what is done with activations."""
         return bool(self.activations) and self.model.knows_activations
 
     @property
@@ -175,18 +183,6 @@ class PlanRequest:
         return 1.0 / self.world_size if self.world_size > 1 and shards(self.stage, kind) else 1.0
 
 
-@dataclass(frozen=True)
-class FreeingRequest(PlanRequest):
-    """A request for a plan that frees gradients as groups are updated inside backward: only a few have one at once."""
-
-    keeps_gradients: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, request: PlanRequest) -> FreeingRequest:
-        """Return the same request, for such a plan."""
-        return cls(**{entry.name: getattr(request, entry.name) for entry in fields(request)})
-
-
 def threads_of(machine: MachineProfile, local_size: int) -> int:
     cores = max(1, machine.processor.num_cores // local_size)
     return cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS)
@@ -238,7 +234,7 @@ def limits_for(
 
 
 def group_costs(request: PlanRequest) -> list[GroupCost]:
-    groups = zip(request.model.measured_groups, _forward_seconds(request), strict=True)
+    groups = zip(request.model.measured_groups, forward_seconds(request.model, request.machine), strict=True)
     return [_group_cost(request, index, group, forward_s) for index, (group, forward_s) in enumerate(groups)]
 
 
@@ -314,8 +310,8 @@ def _activation_cost(
     )
 
 
-def _forward_seconds(request: PlanRequest) -> list[float]:
-    model = request.model
+def forward_seconds(model: ModelProfile, machine: MachineProfile) -> list[float]:
+    """Return the seconds of each group in a forward, measured or estimated; zeros without samples."""
     flops = [group.forward_flops for group in model.groups]
     if not any(flops):
         flops = [float(group.trained + group.frozen) for group in model.groups]
@@ -327,7 +323,6 @@ def _forward_seconds(request: PlanRequest) -> list[float]:
         return [model.forward_s * count / total for count in flops]
     if model.samples is None:
         return [0.0] * len(flops)
-    machine = request.machine
     rate = machine.matrix.get(model.dtype) or max(machine.matrix.values())
     return [group.forward_flops * model.samples / (rate * machine.achieved) for group in model.groups]
 

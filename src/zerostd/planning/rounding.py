@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy
 
 from zerostd.monitoring.texts import count_text, size_text
-from zerostd.planning.demands import NUM_BUFFERS, STATES, WHOLE, GroupShares, any_choice, states_of, staying
+from zerostd.planning.demands import NUM_BUFFERS, STATES, WHOLE, GroupShares, any_choice, states_of
 from zerostd.planning.linear import Array, Infeasible, Term
 from zerostd.planning.profiles import ModelProfile
 from zerostd.planning.program import GIGA, ScheduleProgram, optimise
@@ -75,35 +75,30 @@ def _larger_of(first: float, second: float) -> tuple[float, float]:
 def _spread(request: PlanRequest, wanted: Sequence[GroupShares]) -> list[GroupShares]:
     """Round shares. If groups should recompute or offload a part of their activations, some groups do so with all of
     theirs, at even distances, so that the bytes up to each group are as wanted."""
-    owed_recomputed = 0.0  # bytes that were wanted so far and are not done yet
-    owed_host = 0.0
+    owed = {"recompute": 0.0, "host": 0.0}  # bytes that were wanted so far and are not done yet
     spread = []
     for cost, want in zip(request.costs, wanted, strict=True):
-        share = _rounded(want)
+        parts = {"recompute": want.activations_recomputed, "host": want.activations_host}
         size = cost.activations.kept
-        if not size:
-            spread.append(share)
-            continue
-        owed_recomputed += size * want.activations_recomputed
-        owed_host += size * want.activations_host
-        may_recompute = want.activations_recomputed > SAME
-        may_send = want.activations_host > SAME
-        sends = may_send and (not may_recompute or owed_host > owed_recomputed)
-        owed = owed_host if sends else owed_recomputed
-        keeps = 1.0 - (want.activations_recomputed + want.activations_host)
-        is_due = (may_recompute or may_send) and (owed > size / 2 or keeps < SAME)
-        recomputed = float(is_due and not sends)
-        sent = float(is_due and sends)
-        owed_recomputed -= size * recomputed
-        owed_host -= size * sent
-        spread.append(replace(share, activations_recomputed=recomputed, activations_host=sent))
+        for way, part in parts.items():
+            owed[way] += size * part
+        way = max((way for way in parts if size and parts[way] > SAME), key=owed.__getitem__, default="keep")
+        if way != "keep" and owed[way] <= size / 2 and sum(parts.values()) <= 1 - SAME:
+            way = "keep"
+        if way != "keep":
+            owed[way] -= size
+        share = _rounded(want)
+        if size:
+            recomputed = float(way == "recompute")
+            share = replace(share, activations_recomputed=recomputed, activations_host=float(way == "host"))
+        spread.append(share)
     return spread
 
 
 def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) -> list[GroupShares]:
     """Return the whole shares that fit and are nearest to these, in bytes; `spare` are left free of each tier."""
     fixed = {tier: request.fixed.get(tier, 0) + spare * (tier in request.limits) for tier in Tier}
-    program, _ = _bytes_program(replace(request, fixed=fixed), {})
+    program, _ = _bytes_program(replace(request, fixed=fixed))
     demands = program.demands
     sizes = (demands.parameters, demands.parameters, demands.gradients, demands.kept, demands.kept)
     distance = []
@@ -118,24 +113,23 @@ def missing_bytes(
 ) -> dict[Tier, float]:
     """Return the bytes that the tiers `of` lack, the fewest in all: for any shares, or with `is_whole` for groups that
     do one thing each. Raises Infeasible if more of these tiers does not help."""
-    program, short = _bytes_program(request, dict.fromkeys(of, -1.0))
+    program, short = _bytes_program(request, of)
     solution = program.linear.minimise([(short, 1.0)], _whole(program) if is_whole else None)
     return {tier: float(lack) * GIGA for tier, lack in zip(of, solution.values[short], strict=True)}
 
 
-def least_of(request: PlanRequest, tier: Tier) -> list[GroupShares]:
-    """Return the whole shares that take the fewest bytes of a tier, regardless of its limit, while the other tiers keep
-    theirs. Raises Infeasible if they cannot."""
-    program, taken = _bytes_program(replace(request, limits={**request.limits, tier: 0}), {tier: -1.0})
+def least_of(request: PlanRequest, tier: Tier) -> tuple[float, list[GroupShares]]:
+    """Return the fewest bytes of a tier that whole groups take, regardless of its limit, while the other tiers keep
+    theirs, and their shares. Raises Infeasible if they cannot."""
+    program, taken = _bytes_program(replace(request, limits={**request.limits, tier: 0}), [tier])
     solution = program.linear.minimise([(taken, 1.0)], _whole(program))
-    return [_rounded(share) for share in program.shares(solution)]
+    return solution.objective * GIGA, [_rounded(share) for share in program.shares(solution)]
 
 
-def most_room(request: PlanRequest) -> float:
+def _most_room(request: PlanRequest) -> float:
     """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
-    program, spare = _bytes_program(request, {Tier.DEVICE: 1.0})
     try:
-        return program.linear.minimise([(spare, -1.0)], _whole(program)).objective * -GIGA
+        return request.limits[Tier.DEVICE] - least_of(request, Tier.DEVICE)[0]
     except Infeasible:
         return -1.0
 
@@ -144,9 +138,9 @@ def _whole(program: ScheduleProgram) -> Array:
     return numpy.concatenate([program.columns[name] for name in WHOLE])
 
 
-def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[ScheduleProgram, Array]:
-    """Return the constraints about bytes, and for each tier in `beside` a variable that counts there with this factor,
-    in units of GIGA: -1.0 for what a tier lacks, 1.0 for what is left of it."""
+def _bytes_program(request: PlanRequest, short: Collection[Tier] = ()) -> tuple[ScheduleProgram, Array]:
+    """Return the constraints about bytes, and for each tier in `short` a variable for what it lacks, in units of
+    GIGA."""
     program = ScheduleProgram(request, any_choice(request), has_times=False)
     linear = program.linear
     more: dict[Tier, list[Term]] = {tier: [] for tier in Tier}
@@ -155,16 +149,16 @@ def _bytes_program(request: PlanRequest, beside: Mapping[Tier, float]) -> tuple[
         inside = linear.variables()
         buffers = linear.variables()
         more[Tier.DEVICE] = [(inside, 1.0), (buffers, 1.0)]
-        peak = (numpy.array([cost.peak for cost in activations]) + staying(request)) / GIGA
-        again = (numpy.array([cost.inside for cost in activations]) + staying(request)) / GIGA - peak
+        peak = numpy.array([cost.peak for cost in activations]) / GIGA
+        again = numpy.array([cost.inside for cost in activations]) / GIGA - peak
         of_each = numpy.repeat(inside, len(peak))
         linear.each_at_most([(program.columns["activations_recomputed"], again), (of_each, -1.0)], -peak)
         largest = numpy.array([cost.largest for cost in activations]) * NUM_BUFFERS / GIGA
         of_each = numpy.repeat(buffers, len(peak))
         linear.each_at_most([(program.columns["activations_host"], largest), (of_each, -1.0)], 0.0)
-    columns = linear.variables(len(beside))
-    for (tier, factor), column in zip(beside.items(), columns, strict=True):
-        more[tier].append((numpy.array([column]), factor))
+    columns = linear.variables(len(short))
+    for tier, column in zip(short, columns, strict=True):
+        more[tier].append((numpy.array([column]), -1.0))
     program.limit(more)
     return program, columns
 
@@ -232,8 +226,7 @@ def _fewer_activations(request: PlanRequest) -> Iterator[str]:
             more = "" if request.chooses or model.recomputes else ", or recomputed activations"
             yield f"fewer samples in a pass{more}"
         return
-    fixed = max(0, request.fixed.get(Tier.DEVICE, 0) - activations)
-    room = most_room(replace(request, fixed={**request.fixed, Tier.DEVICE: fixed}))
+    room = _most_room(replace(request, model=replace(model, activation_bytes=0)))
     samples = int(model.samples * min(1.0, room / activations)) if activations else 0
     if 0 < samples < model.samples:
         yield f"{samples} samples in a pass instead of {model.samples}"

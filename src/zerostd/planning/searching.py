@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from zerostd.errors import PrepareError
 from zerostd.planning.demands import way_of
 from zerostd.planning.planner import CountBytes, Counted, fitting, total
-from zerostd.planning.request import WORTH_SPECULATING, FreeingRequest, PlanRequest
+from zerostd.planning.profiles import RECOMPUTED
+from zerostd.planning.request import WORTH_SPECULATING, PlanRequest
 from zerostd.planning.solution import Solution
 from zerostd.policy import Tier
 
@@ -60,7 +61,7 @@ def search(
     """Return what fits of all requests. With `may_free`, return what fits with gradients freed inside backward, where
     nothing else does or a step that needs the disk takes longer. Raises the last refusal if nothing fits."""
     early = [request for request in requests if may_free and request.accumulate == 1 and request.is_early]
-    freeing = [FreeingRequest.of(request) for request in early]
+    freeing = [replace(request, keeps_gradients=False) for request in early]
     try:
         kept = _search(requests, count, may_speculate=may_speculate)
     except PrepareError:
@@ -106,9 +107,9 @@ def _with_inputs_sent(request: PlanRequest, count: CountBytes) -> list[Counted]:
         counted = _worth_a_disk(request, fitting(request, count), count)
     except PrepareError as error:
         refusal = error
-    may_send = request.chooses and "recompute+host" in request.ways
+    may_send = request.chooses and request.ways.issuperset(RECOMPUTED)
     if may_send and (not counted or any(way_of(share) == "recompute" for share in counted[0].solution.shares)):
-        sends = replace(request, sends_inputs=True)
+        sends = replace(request, activations=request.activations - {"recompute"})
         with contextlib.suppress(PrepareError):
             counted += _worth_a_disk(sends, fitting(sends, count), count)
     if not counted and refusal is not None:

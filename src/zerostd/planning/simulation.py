@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerostd.planning.demands import NUM_BUFFERS, GroupShares, again_seconds, way_of
+from zerostd.planning.demands import NUM_BUFFERS, GroupShares, again_seconds, rates_of, way_of
 from zerostd.planning.plan import Span
 from zerostd.planning.request import PlanRequest
 
@@ -63,7 +63,7 @@ class StepSimulation:
         self.now = 0.0
         self.busy: dict[str, float] = {}  # seconds that each worker had something to do
         self.spans: list[Span] = []  # since the step began
-        self.rates = _rates(request)
+        self.rates = {"cpu": 1.0, **rates_of(request)}
         self.waiting = {worker: list[_Job]() for worker in ("cpu", "streamed", "disk", "land", "resident")}
         self.running: dict[str, _Job] = {}
         self.unfinished = [0] * len(shares)  # jobs of each group's update
@@ -133,8 +133,9 @@ class StepSimulation:
             ("disk", share.disk_streamed, {**streamed, "read": states - shared, "write": states - shared}),
         ):
             if part * cost.updated > 0.5:
-                on_disk = takes.get("read", 0) + takes.get("write", 0)  # which passes through memory
-                takes = {**takes, "link": takes["up"] + takes["down"], "memory": takes["memory"] + on_disk}
+                read = takes.get("read", 0)  # and written as much, all of which passes through memory
+                beside = {"link": takes["up"] + takes["down"], "memory": takes["memory"] + 2 * read, "disk": read}
+                takes = {**takes, **beside}
                 self._queue(worker, _Job(part * cost.updated, takes, group))
 
     def _start(self) -> None:
@@ -146,7 +147,7 @@ class StepSimulation:
             group = self.wanted.pop(0)
             takes = {"up": 1.0, "link": 1.0, "memory": 1.0}
             if self.shares[group].parameters_disk > 0.5:
-                takes["read"] = 1.0
+                takes |= {"read": 1.0, "disk": 1.0}
             self.running["bring"] = _Job(self.costs[group].parameters, takes, group, behind=QUEUED * TILE)
         if "bring" in self.running and "streamed" not in self.running:
             self.running["bring"].behind = 0.0
@@ -319,16 +320,6 @@ def simulate(request: PlanRequest, shares: Sequence[GroupShares]) -> Timeline:
     step_s = max(steps.now - begun, compute_s + resident_s)  # but for rounding it never is less
     spans = tuple((*span[:3], max(0.0, span[3] - begun), span[4] - begun) for span in steps.spans)
     return Timeline(step_s, compute_s + resident_s, steps.busy, spans)
-
-
-def _rates(request: PlanRequest) -> dict[str, float]:
-    link = request.machine.link
-    rates = {"cpu": 1.0}
-    if link is not None:
-        rates = {"memory": request.memory_rate, "cpu": 1.0, "up": link.up, "down": link.down, "link": link.both}
-    if request.disk is not None:
-        rates |= {"read": request.disk.both, "write": request.disk.both}
-    return rates
 
 
 class ActivationTraffic:

@@ -112,16 +112,10 @@ def model_state(solution: Solution) -> dict[Tier, dict[Kind, int]]:
     values = values_of(request, solution.shares)
     held: dict[Tier, dict[Kind, float]] = {}
     for tier in Tier:
-        fixed = request.fixed.get(tier, 0)
-        activations = 0.0
-        if tier is Tier.DEVICE and fixed and not request.chooses:
-            activations = request.model.activations()
         kinds = {kind: summed(factors, values) for kind, factors in demands.bytes(tier).items()}
-        if tier is Tier.DEVICE and request.chooses:
-            activations = choice_of(request, solution.shares).beside
-        kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0.0) + activations
-        kinds[Kind.BUFFERS] = kinds.get(Kind.BUFFERS, 0.0) + max(0.0, fixed - activations * (not request.chooses))
+        kinds[Kind.BUFFERS] = kinds.get(Kind.BUFFERS, 0.0) + request.fixed.get(tier, 0)
         held[tier] = kinds
+    held[Tier.DEVICE][Kind.ACTIVATIONS] += choice_of(request, solution.shares).beside
     return {tier: {kind: int(size) for kind, size in kinds.items() if size >= 1} for tier, kinds in held.items()}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from zerostd.monitoring.texts import size_text
 from zerostd.planning.plan import Prediction
 from zerostd.planning.profiles import MachineProfile, ModelProfile
+from zerostd.planning.request import forward_seconds
 from zerostd.policy import Tier
 
 COPIED = 2  # bytes of memory that a byte takes where the device is the processor: read and written
@@ -51,36 +52,28 @@ def place_groups(sizes: Mapping[str, int], room: Mapping[Tier, int]) -> dict[str
     return {name: tiers.get(name, last) for name in sizes}
 
 
-def predict_pass(
-    tiers: Mapping[str, Tier], sizes: Mapping[str, int], model: ModelProfile | None, machine: MachineProfile | None
-) -> Prediction:
+def predict_pass(held: Mapping[Tier, int], model: ModelProfile | None, machine: MachineProfile | None) -> Prediction:
     """Return the seconds of a pass, without its bytes: the next groups are on their way while one computes, also from
     one pass to the next, so the slowest resource decides. Without a batch nothing is known of the arithmetic."""
     if machine is None:
         return Prediction()
-    off = sum(size for name, size in sizes.items() if tiers[name] is not Tier.DEVICE)
-    on_disk = sum(size for name, size in sizes.items() if tiers[name] is Tier.DISK)
+    off = held[Tier.HOST] + held[Tier.DISK]
     busy: dict[str, float] = {}
     if off and machine.link is not None:
         busy["up"] = off / machine.link.up
     elif off:
         busy["memory"] = COPIED * off / machine.processor.memory
-    if on_disk and machine.disk is not None:
-        busy["read"] = on_disk / machine.disk.read
+    if held[Tier.DISK] and machine.disk is not None:
+        busy["read"] = held[Tier.DISK] / machine.disk.read
     if model is None or not model.knows_time:
         return Prediction(busy=busy)
-    compute_s = model.forward_s
-    if compute_s is None:
-        rate = machine.matrix.get(model.dtype) or max(machine.matrix.values())
-        flops = sum(group.forward_flops for group in model.groups) * (model.samples or 0)
-        compute_s = flops / (rate * machine.achieved)
+    compute_s = sum(forward_seconds(model, machine))
     step_s = max([compute_s, *busy.values()])
     return Prediction(step_s=step_s, compute_s=compute_s, busy=busy, samples=model.samples)
 
 
-def describe_pass(tiers: Mapping[str, Tier], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def describe_pass(held: Mapping[Tier, int]) -> tuple[str, ...]:
     """Return in a sentence what stays, and what passes through the device."""
-    held = {tier: sum(size for name, size in sizes.items() if tiers[name] is tier) for tier in Tier}
     off = [f"{size_text(held[tier])} from the {tier.value}" for tier in (Tier.HOST, Tier.DISK) if held[tier]]
     if not off:
         return ("Everything fits on the device, so nothing has to move.",)
@@ -88,11 +81,8 @@ def describe_pass(tiers: Mapping[str, Tier], sizes: Mapping[str, int]) -> tuple[
     return (f"{stays}; every pass streams {' and '.join(off)} through it.",)
 
 
-def explain_pass(
-    tiers: Mapping[str, Tier], sizes: Mapping[str, int], limits: Mapping[Tier, int], over: Mapping[Tier, int]
-) -> str:
+def explain_pass(held: Mapping[Tier, int], limits: Mapping[Tier, int], over: Mapping[Tier, int]) -> str:
     """Return why groups cannot be placed: what their tiers miss, and what would help."""
-    held = {tier: sum(size for name, size in sizes.items() if tiers[name] is tier) for tier in Tier}
     parts = []
     for tier, size in over.items():
         if size > 0:
@@ -108,6 +98,6 @@ def explain_pass(
     if over.get(Tier.DEVICE, 0) > 0:
         remedies.append("smaller groups, with groups=[...]")
     return (
-        f"{size_text(sum(sizes.values()))} of parameters do not fit: {'; '.join(parts)}. What would help: "
+        f"{size_text(sum(held.values()))} of parameters do not fit: {'; '.join(parts)}. What would help: "
         f"{'; or '.join(remedies)}"
     )

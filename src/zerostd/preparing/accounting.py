@@ -14,7 +14,7 @@ from zerostd.optimizers.passing import PassingGradients
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters.host_gradient import NUM_STAGING, Staging
 from zerostd.policy import Kind, Tier
-from zerostd.preparing.homes import FlatPlan, Rules, demand
+from zerostd.preparing.homes import Demand, FlatPlan, Rules, demand
 from zerostd.scheduling.gathering import PREFETCH_DEPTH, STREAM_DEPTH
 from zerostd.tiers import Uploader
 from zerostd.tiers.disk import Disk
@@ -24,8 +24,7 @@ from zerostd.tiers.extents import Extent
 def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dict[Kind, int]]:
     """Return everything but activations, by tier and kind."""
     trained = [plan for group in plans for plan in group if plan.is_trained]
-    need = demand(plans)
-    need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
+    need = reserved(plans)
     need[Tier.DEVICE, Kind.BUFFERS] += _slots(plans)[Tier.DEVICE] + _wires(trained, rules)
     in_backward = _gathered(plans, rules) + _passing(trained, rules) + _staging(trained, rules)
     resident = [sum(map(_resident, group)) for group in plans]
@@ -60,7 +59,14 @@ def _gradient_bytes(plan: FlatPlan) -> int:
     return numel * plan.gradient_dtype.itemsize if plan.is_trained else 0
 
 
-def host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
+def reserved(plans: Sequence[Sequence[FlatPlan]]) -> Demand:
+    """Return the bytes of model state, and of the host memory through which state on disk passes."""
+    need = demand(plans)
+    need[Tier.HOST, Kind.BUFFERS] += _host_buffers(plans)
+    return need
+
+
+def _host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
     """Return the bytes of host memory that state on disk needs: for transfers, for unpacking and for checksums."""
     slots = _slots(plans)[Tier.HOST]
     extents = [

@@ -39,7 +39,7 @@ from zerostd.parameters.prepared import separate_counters
 from zerostd.parameters.replaying import is_deferred
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
-from zerostd.preparing.accounting import host_buffers, largest_on_disk
+from zerostd.preparing.accounting import largest_on_disk, reserved
 from zerostd.preparing.announcing import advise_on_stage
 from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
@@ -101,7 +101,7 @@ def build(
         if is_asked_for:
             advise_on_stage(settings, world, blueprints, plans, rules)
         ways = ways_for(settings, [blueprint.name for blueprint in blueprints if blueprint.name != ROOT])
-        need = _demand(plans)
+        need = reserved(plans)
         ledger = Ledger()
         peers = wires_to_peers(settings.decided[1].same_activations, world, ledger)
         needs_disk = any(way.tier is Tier.DISK for way in ways.values())
@@ -139,13 +139,6 @@ def _join(settings: Settings, device: torch.device, named: Mapping[str, nn.Param
     """Return the world of the ranks that train these parameters."""
     has_nodes = settings.placement is not None and settings.placement.secondary_shards
     return World.discover(device, settings.mesh, mesh_of(named.values()), settings.servers or 0, has_nodes=has_nodes)
-
-
-def _demand(plans: list[list[FlatPlan]]) -> Demand:
-    """Return the bytes of model state, and of the host memory through which state on disk passes."""
-    need = demand(plans)
-    need[Tier.HOST, Kind.BUFFERS] += host_buffers(plans)
-    return need
 
 
 def _make_resources(allocator: TierAllocator, wires: Wires, largest: int) -> Resources:

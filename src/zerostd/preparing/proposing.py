@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from zerostd.communication import Control, World
 from zerostd.engine.settings import Settings
@@ -20,17 +21,10 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
-from zerostd.planning.planner import Counted, fitting, fixed_bytes, neighbours, total
+from zerostd.planning.planner import Counted, fitting, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import (
-    FOR_ACTIVATIONS,
-    FOR_PASSES,
-    FreeingRequest,
-    limits_for,
-    stages_of,
-    threads_of,
-)
+from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, stages_of, threads_of
 from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
@@ -38,7 +32,7 @@ from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, sha
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
-from zerostd.preparing.remembering import plan_file, recall
+from zerostd.preparing.remembering import recall
 
 MOST_TRIES = 12  # to place groups that are streamed
 FIRST_PASS = "The first pass recomputes activations and measures them; then the plan is made again."
@@ -67,13 +61,8 @@ def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control:
     """Return the plan of the first rank, made for the rank with the least memory. The batch is not known. So if memory
     is scarce, the first pass takes as little as possible, and then the plan is made again from what it took."""
     world = control.world
-    held = _held(blueprints, world)
     search = PlanSearch(settings, blueprints, world)
-
-    def least(budget: Budget) -> dict[Tier, int]:
-        by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, world, held, left=search.left))
-        return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
-
+    least = partial(least_limits, control, held=_held(blueprints, world), left=search.left)
     limits = least(replace(settings.budget, disk_path=None))
     plan = search.all_on_device(limits)
     is_scarce = plan is None or settings.budget.device is not None
@@ -83,7 +72,7 @@ def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control:
         limits = least(settings.budget)
         machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
         plan = search.propose_untried(limits, machine)
-    remembered = recall(plan_file(settings, blueprints, world)) if search.updates else None
+    remembered = recall(settings, blueprints, world) if search.updates else None
     if remembered is not None and search.fits(remembered, limits):
         predicted = Prediction(bytes=search.account(remembered))
         plan = replace(remembered, limits=plan.limits, activations={}, predicted=predicted)
@@ -113,6 +102,12 @@ def plan_for(
     if plan is not None:
         return plan
     return search.propose(limits, profile, load_or_measure(world.device, disk_path=settings.budget.disk_path))
+
+
+def least_limits(control: Control, budget: Budget, held: int, *, left: float = FOR_ACTIVATIONS) -> dict[Tier, int]:
+    """Return what the rank with the least may use of each tier. All ranks call it together."""
+    by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, control.world, held, left=left))
+    return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
 
 
 def find_limits(
@@ -164,11 +159,11 @@ class PlanSearch:
 
     def all_on_device(self, limits: Mapping[Tier, int]) -> Plan | None:
         """Return the plan with everything on the device, at the first stage at which it fits; None if at none."""
+        homes = {group.name: Homes() for group in self.blueprints}
+        note = "Everything fits on the device, so nothing has to move."
         for stage in stages_of(self.settings.stage, self.world.num_shards):
             counted = self._predict(replace(self.settings, stage=stage, placement=Placement()))
             if total(counted, Tier.DEVICE) <= limits[Tier.DEVICE]:
-                homes = {group.name: Homes() for group in self.blueprints}
-                note = "Everything fits on the device, so nothing has to move."
                 prediction = Prediction(bytes=counted)
                 return Plan(homes, stage, self.world.num_shards, predicted=prediction, limits=limits, notes=(note,))
         return None
@@ -185,7 +180,7 @@ class PlanSearch:
         result = find(requests, self.count, may_speculate=self.may_speculate, may_free=may_free)
         without = min(result.candidates, key=lambda counted: counted.seconds)
         best = result.best
-        plan = plan_from(best.solution, best.solution.homes, best.held, _notes(best.solution.request))
+        plan = plan_from(best, _notes(best.solution.request))
         notes = [*(str(error) for _, error in result.refused), *if_most_are_clipped(plan, without.seconds)]
         return replace(plan, notes=(*plan.notes, *notes))
 
@@ -208,16 +203,16 @@ class PlanSearch:
                 counted = self.account(plan)
                 if activations:
                     counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
-                over = {tier: sum(counted.get(tier, {}).values()) - limits.get(tier, 0) for tier in Tier}
+                over = {tier: total(counted, tier) - limits.get(tier, 0) for tier in Tier}
+                held = {tier: sum(size for name, size in sizes.items() if placed[name] is tier) for tier in Tier}
                 if all(size <= 0 for size in over.values()):
-                    predicted = replace(predict_pass(placed, sizes, profile, machine), bytes=counted)
-                    return replace(plan, predicted=predicted, notes=describe_pass(placed, sizes))
+                    predicted = replace(predict_pass(held, profile, machine), bytes=counted)
+                    return replace(plan, predicted=predicted, notes=describe_pass(held))
                 if placed == tiers:
                     break
                 tiers = placed
-                held = {tier: sum(size for name, size in sizes.items() if placed[name] is tier) for tier in Tier}
                 room = {tier: max(0, held[tier] - over[tier]) if over[tier] > 0 else room[tier] for tier in room}
-            refusal = explain_pass(placed, sizes, limits, over)
+            refusal = explain_pass(held, limits, over)
         raise PrepareError(refusal)
 
     def propose_untried(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
@@ -260,6 +255,10 @@ class PlanSearch:
         """Return the bytes of a plan without activations, by the code that allocates them."""
         return self._predict(self.settings.obeying(plan, sizes_of(self.blueprints)))
 
+    def _predict(self, settings: Settings) -> dict[Tier, dict[Kind, int]]:
+        rules = rules_for(settings, self.world, self.blueprints)
+        return predict(plan_flats(self.blueprints, rules), rules)
+
     def revise(
         self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep, *, speculates: bool
     ) -> tuple[Plan, list[Plan]]:
@@ -273,21 +272,23 @@ class PlanSearch:
             accumulate=self.settings.accumulate or seen.num_passes,
             rests=self._rests(plan),
             speculates=plan.speculate,
-            sends_inputs=Way.RECOMPUTE_HOST in plan.activations.values(),
         )
+        open_ways = request.activations
+        if Way.RECOMPUTE_HOST in plan.activations.values():
+            request = replace(request, activations=open_ways - {Way.RECOMPUTE.in_plan})
         planned = plan.predicted.bytes.get(Tier.DEVICE, {}).get(Kind.ACTIVATIONS)
         if seen.activation_bytes is None and planned is not None:  # nobody can see them, but they were counted on
             seen = replace(seen, activation_bytes=planned)
         request = refit(request, homes, seen, plan.activations_of)
-        now = evaluate(replace(request, fixed=fixed_bytes(request)), homes, plan.activations_of)
-        request = replace(request, speculates=False, sends_inputs=False)
+        now = evaluate(request, homes, plan.activations_of)
+        request = replace(request, speculates=False, activations=open_ways)
         result = search([request], self.count, may_speculate=speculates)
         counted = [*result.speculating, *result.candidates, *self._near(result)]
-        others = [bare_plan(each.solution, each.solution.homes, each.held) for each in counted]
+        others = [bare_plan(each) for each in counted]
         if not request.chooses:
             others = [replace(other, activations=plan.activations) for other in others]
         others = [replace(other, codec=plan.codec) for other in others]
-        present = replace(bare_plan(now, homes, self.count(now)), codec=plan.codec)
+        present = replace(bare_plan(Counted(now, self.count(now))), homes=homes, codec=plan.codec)
         return present, sorted(others, key=lambda other: other.predicted.step_s or 0.0)
 
     @property
@@ -319,8 +320,7 @@ class PlanSearch:
         placed = {Kind.PARAMETERS}
         if self.settings.has_optimizer:
             placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
-        is_freeing = settings.plan is not None and not settings.plan.keep_gradients
-        return (FreeingRequest if is_freeing else PlanRequest)(
+        return PlanRequest(
             model=profile,
             machine=machine,
             limits=limits,
@@ -333,6 +333,7 @@ class PlanSearch:
             num_threads=threads_of(machine, self.world.local_size),
             can_place=frozenset(placed),
             activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
+            keeps_gradients=settings.plan is None or settings.plan.keep_gradients,
         )
 
     def count(self, solution: Solution) -> dict[Tier, dict[Kind, int]]:
@@ -355,14 +356,10 @@ class PlanSearch:
                 counted.setdefault(tier, {})[Kind.ACTIVATIONS] = activations
         return counted
 
-    def _predict(self, settings: Settings) -> dict[Tier, dict[Kind, int]]:
-        rules = rules_for(settings, self.world, self.blueprints)
-        return predict(plan_flats(self.blueprints, rules), rules)
-
 
 def _notes(request: PlanRequest) -> list[str]:
     notes = []
-    if request.model.samples is None and request.model.forward_s is None:
+    if not request.model.knows_time:
         notes.append("The batch is not known, so the plan leaves out the time to compute and activations.")
     if Tier.DISK not in request.limits:
         notes.append("The disk is not used: name a directory with Budget(disk_path=...) to use it.")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
-from zerostd.errors import PrepareError
 from zerostd.measuring.identity import machine_name, versions
-from zerostd.measuring.machine import cached, write_cached
+from zerostd.measuring.machine import cached, read_cached, write_cached
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import Plan
 
-log = logging.getLogger("zerostd")
 
-
-def plan_file(settings: Settings, blueprints: Sequence[Blueprint], world: World) -> Path:
+def _plan_file(settings: Settings, blueprints: Sequence[Blueprint], world: World) -> Path:
     """Return the file that holds the plan of this model on this machine with these options."""
     members = [(group.name, member) for group in blueprints for member in group.members]
     model = [[group, each.name, list(each.parameter.shape), str(each.dtype)] for group, each in members]
@@ -27,20 +23,12 @@ def plan_file(settings: Settings, blueprints: Sequence[Blueprint], world: World)
     return cached("plan", [model, options, budget, sorted(settings.states), machine])
 
 
-def remember(plan: Plan, file: Path) -> None:
+def remember(plan: Plan, settings: Settings, blueprints: Sequence[Blueprint], world: World) -> None:
     """Keep a plan that was measured."""
-    try:
-        write_cached(file, plan.to_json())
-    except OSError as error:
-        log.warning("the plan cannot be saved to %s (%s); the next run plans again", file, error)
+    write_cached(_plan_file(settings, blueprints, world), plan.to_json(), "the plan", "the next run plans again")
 
 
-def recall(file: Path) -> Plan | None:
+def recall(settings: Settings, blueprints: Sequence[Blueprint], world: World) -> Plan | None:
     """Return the plan that was kept; None if there is none that can be used."""
-    if not file.exists():
-        return None
-    try:
-        return Plan.load(file)
-    except PrepareError as error:
-        log.warning("planning again, because the cached plan cannot be used: %s", error)
-        return None
+    file = _plan_file(settings, blueprints, world)
+    return read_cached(file, Plan.load, "planning again, because the cached plan cannot be used")

@@ -27,7 +27,7 @@ from zerostd.planning.request import MARGIN
 from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Tier, Way
 from zerostd.preparing.proposing import PlanSearch
-from zerostd.preparing.remembering import plan_file, recall, remember
+from zerostd.preparing.remembering import recall, remember
 from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.moving import HomeMove, can_move
 from zerostd.replanning.ranking import Ranking
@@ -151,9 +151,8 @@ class Adapter(StepObserver):
         ways = dict.fromkeys(names, self.plan.activations["*"])
         least = replace(self.plan, activations=ways, notes=self.plan.notes[:-1])
         kept = replace(least, activations={"*": Way.DEVICE.in_plan} if self._room.count() else ways)
-        remembered = recall(plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
-        texts: list[str] = control.collect([plan.to_json() for plan in (remembered, kept) if plan is not None])[0]
-        plans = [Plan.from_json(text) for text in texts]
+        remembered = recall(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
+        plans: list[Plan] = control.collect([plan for plan in (remembered, kept) if plan is not None])[0]
         by_rank: list[list[bool]] = control.collect([self._leaves_parameters(p) and self._room.holds(p) for p in plans])
         for plan, *is_held in zip(plans, *by_rank, strict=True):
             if all(is_held):
@@ -313,7 +312,7 @@ class Adapter(StepObserver):
     def _choose(self, plan: Plan, before: Plan, reason: str) -> None:
         """Obey a plan that real steps have chosen, and remember it for the next start."""
         if self.runtime.world.rank == 0:
-            remember(plan, plan_file(self.runtime.settings, self.runtime.blueprints, self.runtime.world))
+            remember(plan, self.runtime.settings, self.runtime.blueprints, self.runtime.world)
         if not is_same(plan, before):
             plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))
             names = [group.name for group in self.runtime.blueprints if group.members]

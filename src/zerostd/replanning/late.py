@@ -13,12 +13,13 @@ import torch
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
+from zerostd.measuring.machine import from_first
 from zerostd.optimizers.elementwise import find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.planning import Plan
 from zerostd.policy import Tier
 from zerostd.preparing.building import add_masters, attach_optimizer
-from zerostd.preparing.proposing import PlanSearch, find_limits
+from zerostd.preparing.proposing import PlanSearch, least_limits
 from zerostd.replanning.adapting import adapt
 from zerostd.replanning.moving import move
 
@@ -50,24 +51,15 @@ def _plan_states(runtime: Runtime, inner: torch.optim.Optimizer) -> Plan | None:
         return None
     world = runtime.world
     control = runtime.gatherer.control
-    here = find_limits(settings.budget, world, runtime.ledger.held[Tier.DEVICE])
-    by_rank: list[dict[Tier, int]] = control.collect(here)
-    limits = {tier: min(limits[tier] for limits in by_rank) for tier in here}
+    limits = least_limits(control, settings.budget, runtime.ledger.held[Tier.DEVICE])
     activations: int = max(control.collect(runtime.backward.activations.counted().total))  # of the passes to come
     beside: dict[Tier, int] = {**limits, Tier.DEVICE: limits[Tier.DEVICE] - activations}
     search = PlanSearch(settings, runtime.blueprints, world)
     if search.fits(settings.plan, beside):
         return None
     machine = load_or_measure(world.device, disk_path=settings.budget.disk_path, mesh=settings.mesh)
-    text = ""
-    refusal = ""
-    if world.rank == 0:
-        try:
-            text = replace(search.place_states(beside, machine), limits=limits).to_json()
-        except PrepareError as error:
-            refusal = str(error)
-    text, refusal = control.collect((text, refusal))[0]
-    if refusal:
+    try:
+        return from_first(control, lambda: replace(search.place_states(beside, machine), limits=limits))
+    except PrepareError as error:
         name = type(inner).__name__
-        raise PrepareError(f"the states of {name}, made after prepare, do not fit beside the model: {refusal}")
-    return Plan.from_json(text)
+        raise PrepareError(f"the states of {name}, made after prepare, do not fit beside the model: {error}") from error

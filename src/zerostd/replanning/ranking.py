@@ -3,7 +3,6 @@ beside the next steps. If the CPU is the device, a thread would take cores from 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 
@@ -30,7 +29,7 @@ class Ranking:
         self.report = report  # the worst of all ranks
         self._runtime = runtime
         self._search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)  # as it is now
-        self._texts: list[str] = []  # of the present plan as it was observed, and of others
+        self._plans: list[Plan] = []  # the present one as it was observed, and others
         self._work: Transfer = Done()
         self._worker: Worker | None = None
 
@@ -50,7 +49,7 @@ class Ranking:
             try:
                 with no_torch_function():  # the shapes of released parameters are asked for, never their values
                     present, others = self._search.revise(limits, machine, self.report.seen, speculates=speculates)
-                self._texts = [present.to_json(), *(plan.to_json() for plan in others)]
+                self._plans = [present, *others]
             except PrepareError as error:
                 self._warn(error)
 
@@ -71,6 +70,5 @@ class Ranking:
     def plans(self) -> tuple[Plan | None, list[Plan]]:
         """Return the present plan as it was observed, and others, the best first; nothing if none fits."""
         self._work.wait()
-        texts = json.loads(self._runtime.gatherer.control.collect(json.dumps(self._texts))[0])
-        plans = [Plan.from_json(text) for text in texts]
+        plans: list[Plan] = self._runtime.gatherer.control.collect(self._plans)[0]
         return (plans[0], plans[1:]) if plans else (None, [])
