@@ -230,7 +230,9 @@ def read_manifest(folder: AnyPath) -> Manifest:
     path = folder / MANIFEST
     with system_errors(f"{path} cannot be read"):
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a directory; name one that zerostd.save wrote")
+            raise CheckpointError(
+                f"{folder} is not a directory, so it is not a checkpoint: name one that zerostd.save wrote"
+            )
         if not path.exists():
             raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or was never completed")
         if (size := _size_of(path)) > MOST_BYTES:
