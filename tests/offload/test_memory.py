@@ -28,7 +28,7 @@ from support.side_by_side import data, seeded
 from zerostd import Budget, Placement
 from zerostd.policy import Kind, Tier
 from zerostd.preparing import building
-from zerostd.preparing.homes import demand
+from zerostd.preparing.accounting import reserved
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.extents import Extent
@@ -167,10 +167,10 @@ def test_what_prepare_asks_for_is_what_it_takes(precision, options, tmp_path, mo
     asked: list[Counter[tuple[Tier, Kind]]] = []
 
     def spy(*args: Any) -> Counter[tuple[Tier, Kind]]:
-        asked.append(demand(*args))
+        asked.append(reserved(*args))
         return asked[-1]
 
-    monkeypatch.setattr(building, "demand", spy)
+    monkeypatch.setattr(building, "reserved", spy)
     case = MODELS["gpt"]
     model = case.make(0)
     budget = Budget(disk_path=str(tmp_path))
