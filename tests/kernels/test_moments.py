@@ -121,5 +121,5 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     master, average, square = arrays(100, is_split=False)
     sgd = Sgd(0.1, 0.0, False, momentum=0.9, dampening=0.0, nesterov=False, is_first=False)
     refused("coded states are Adam's", sgd, (master, average), gradient)
-    refused("or states all coded", ADAM, (master, average, torch.zeros(100)), gradient)
+    refused("states all fp32 or coded", ADAM, (master, average, torch.zeros(100)), gradient)
     refused("they must agree", ADAM, (master, average[:-RECORD], square), gradient)  # type: ignore[index]
