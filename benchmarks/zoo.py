@@ -13,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HELD_OUT", "ZOO", "loss_of"]
+__all__ = ["HELD_OUT", "ZOO", "call", "loss_of"]
 
 Made = tuple[nn.Module, Any]
 HELD_OUT = ("convnext_large", "gru", "graph")
 ZOO: dict[str, Callable[[bool], Made]] = {}
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """What a model returns for a batch."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def zoo() -> ModuleType:
+def zoo() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("zoo")
@@ -25,9 +26,5 @@ def zoo() -> ModuleType:
 def test_small_models_of_the_zoo_have_losses_and_gradients(zoo: ModuleType, name: str) -> None:
     torch.manual_seed(0)
     model, batch = zoo.ZOO[name](True)
-    if isinstance(batch, dict):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple) else model(batch)
-    zoo.loss_of(output).backward()
+    zoo.loss_of(zoo.call(model, batch)).backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
