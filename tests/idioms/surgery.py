@@ -114,7 +114,7 @@ def block_left_out_after_prepare(loop: Loop) -> Any:
 
 @idiom
 def blocks_in_another_order(loop: Loop) -> Any:
-    """Turn the order of the blocks round in the middle of training."""
+    """Reverse the order of the blocks in the middle of training."""
     model, optimizer = loop.prepare(loop.network())
     loop.train(model, optimizer)
     if loop.active:
