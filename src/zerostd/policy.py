@@ -53,7 +53,7 @@ class Kind(enum.StrEnum):
 
 
 class Tier(enum.StrEnum):
-    """Where bytes rest."""
+    """Names the memory that keeps bytes."""
 
     DEVICE = "device"
     HOST = "host"
@@ -72,7 +72,7 @@ class Tier(enum.StrEnum):
 class Route(enum.StrEnum):
     """How a stretch of optimizer states is updated. States on disk pass through host memory on the last two."""
 
-    RESIDENT = "resident"  # on the device, where they rest
+    RESIDENT = "resident"  # on the device, where they are kept
     CPU = "cpu"  # by the processor, in host memory
     STREAMED = "streamed"  # through the device, tile by tile
 
@@ -86,7 +86,7 @@ class Way(enum.StrEnum):
     DEVICE = "device"
     RECOMPUTE = "recompute"
     HOST = "host"
-    RECOMPUTE_HOST = "recompute+host"  # from inputs that rest on the host
+    RECOMPUTE_HOST = "recompute+host"  # from inputs that are kept on the host
     DISK = "disk"
     RECOMPUTE_DISK = "recompute+disk"
 
@@ -96,7 +96,7 @@ class Way(enum.StrEnum):
 
     @property
     def in_plan(self) -> str:
-        """Its word in plans and on the command line."""
+        """The word for it in plans and on the command line."""
         return "keep" if self is Way.DEVICE else self.value
 
     @property
@@ -106,13 +106,13 @@ class Way(enum.StrEnum):
 
     @property
     def tier(self) -> Tier:
-        """Where what is kept rests."""
+        """The tier of the activations or inputs that are kept."""
         if self in (Way.HOST, Way.RECOMPUTE_HOST):
             return Tier.HOST
         return Tier.DISK if self in (Way.DISK, Way.RECOMPUTE_DISK) else Tier.DEVICE
 
 
-# Names that other libraries use, and ours.
+# The first stage that shards each kind.
 SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
@@ -258,7 +258,7 @@ class Placement:
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
 
     def bits(self, name: str) -> int | None:
-        """Return the bits of what travels coded; None if it travels as it is."""
+        """Return the bits of a code; None if there is no codec of this name."""
         return int(self.codec[name].removeprefix("int")) if name in self.codec else None
 
     @staticmethod
@@ -292,7 +292,7 @@ class Placement:
         return isinstance(given, Mapping) and any(isinstance(value, str) for value in given.values())
 
     def ways(self, groups: Sequence[str]) -> dict[str, Way]:
-        """Return what each group does with its activations; raise PrepareError if a glob fits none."""
+        """Return the way of each group's activations; raise PrepareError if a glob matches no group."""
         given = self.activations
         if isinstance(given, str):
             return dict.fromkeys(groups, Way(given))
@@ -311,7 +311,7 @@ class Placement:
 
 
 def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
-    """Return whole groups by way, from the last one on: what is needed first is kept nearest."""
+    """Return the way of each group, from the last one on: the groups that backward needs first stay nearest."""
     ways: dict[str, Way] = {}
     backwards = list(reversed(groups))
     share = 0.0
@@ -324,7 +324,7 @@ def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the state of one group rests and how it is updated: what a plan says of it."""
+    """The tiers that keep the state of one group, and the routes of its updates, as a plan has them."""
 
     parameters: Tier = Tier.DEVICE
     gradients: Tier = Tier.DEVICE

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors over another mesh than ours, as tensor parallelism makes them.
+"""Parameters that are DTensors over another mesh, as tensor parallelism makes them.
 
 Flats hold local tensors. A `Spec` has the properties of a DTensor besides its local tensor: it converts local values to
 the DTensor that the user's modules see, and back. It knows which box of the whole tensor this rank has, and how many

@@ -1,4 +1,4 @@
-"""Events: what happened when, in which lane of the timeline, for which group, and how many bytes it moved.
+"""Events: what happened and when, in which lane of the timeline, for which group, with how many bytes.
 
 Rooms that move or compute something put a span around it; `reporting` takes the spans of the steps it records. The ends
 of a span are timestamps of the stream in which the work runs, so nothing waits: they become seconds when the device has

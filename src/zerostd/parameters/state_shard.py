@@ -1,4 +1,4 @@
-"""What the optimizer keeps for a stretch of a region: the master and the states, in one tier and updated by one route.
+"""A state shard: the master and the states of a stretch of a region, with one tier and one route.
 
 The master of a bf16 parameter is kept as two halves of 16 bits (`kernels.Split`). The upper half equals the parameter
 that the model computes with. If the update can read the parameter, the parameter itself is that half, and only the

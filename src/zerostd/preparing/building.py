@@ -1,4 +1,4 @@
-"""From a module and checked options to a Runtime: decide everything, refuse what does not fit, then build.
+"""Build a Runtime from a module and checked options: decide everything, refuse what does not fit, then allocate.
 
 world -> blueprints -> plans for every flat, with homes -> bytes by tier, against what is free -> arenas -> groups one
 at a time -> hooks

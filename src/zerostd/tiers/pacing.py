@@ -1,4 +1,4 @@
-"""Priorities of transfers, and the pace of background work on a link that others ask for.
+"""Priorities of transfers, and the pace of background work on a link that other transfers use.
 
 A thread says what it works for: `with at(Priority.BACKGROUND)`. A `Disk` and a store serve the most urgent waiting
 request first. Background work is done in tiles, and asks after each tile how long to pause. A tile that took t seconds

@@ -1,4 +1,4 @@
-"""A worker: one thread that does jobs beside everything else, and the `Work` that others wait for.
+"""A worker: one thread that runs jobs beside the training loop, and the `Work` that callers wait for.
 
 Of the jobs that wait, it takes those whose input has arrived, and of these the one that is needed first; if no input
 has arrived, the job submitted first. So urgent jobs overtake, but a job whose input is missing never delays others.
