@@ -110,8 +110,20 @@ def plan(
         title, rows = _scale(source, options, numbers, described, parse_counts(scaling), step_samples)
         show_scaling(title, rows, tokens if params else sequence, as_json=as_json)
     else:
+        source = source if isinstance(source, ModelProfile) else _profiled(source, numbers, described, world)
         plan_with = partial(_plan, source, precision=numbers, machine=described, world=world)
         _show(plan_with, options, output, html, as_json=as_json)
+
+
+def _profiled(source: Built, precision: Precision, machine: MachineProfile | None, world: int | None) -> Built:
+    """Return the model with its measured needs in place of the batch, so that plans for several budgets agree."""
+    model, optimizer, batch = source
+    if optimizer is None or batch is None:
+        return source
+    with Console(stderr=True).status("measuring the model"):
+        probe, num_ranks = machine is None, world or 1
+        needs = profile_model(model, optimizer, precision=precision, batch=batch, probe=probe, num_ranks=num_ranks)
+    return model, optimizer, needs
 
 
 def _show(
