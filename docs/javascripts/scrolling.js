@@ -4,5 +4,10 @@ addEventListener("load", () => {
   for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
   }
-  for (const buttons of document.querySelectorAll("nav.md-code__nav")) buttons.setAttribute("role", "group");
+  for (const nav of document.querySelectorAll("nav.md-code__nav")) {
+    const box = document.createElement("div");
+    box.className = nav.className;
+    box.append(...nav.childNodes);
+    nav.replaceWith(box);
+  }
 });
