@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FRONT = {"README.md": "index.md", "README.zh-CN.md": "index.zh-CN.md"}  # pages from outside docs/, and their names
 LINK = re.compile(r"(\]\(|\bsrc=\"|\bsrcset=\")([^)\s\"]+)([)\"])")  # of Markdown, and of pictures in HTML
 SECTION = re.compile(  # of the navigation, whose title is a link: its label has an icon only
-    r'md-nav__container">\s*<a [^>]*>\s*<span class="md-ellipsis">(?P<title>[^<]+)</span>\s*</a>\s*<label[^>]* id="(?P<label>\w+)"'
+    r'md-nav__container">\s*<a [^>]*>\s*<span class="md-ellipsis">(?P<title>[^<]+)</span>\s*</a>\s*'
+    r'<label[^>]* id="(?P<label>\w+)"'
 )
 FENCE = re.compile(r"^(```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 

@@ -23,7 +23,7 @@ LOSSLESS = "lossless"  # the codec that changes no result
 
 
 class Stage(enum.IntEnum):
-    """Says how much of the model state is sharded over the ranks."""
+    """Says how much is sharded: 0 DATA_PARALLEL, 1 OPTIMIZER_STATES, 2 also GRADIENTS, 3 also PARAMETERS."""
 
     DATA_PARALLEL = 0
     OPTIMIZER_STATES = 1
@@ -195,14 +195,14 @@ class Placement:
     parameters miss by more than a tenth is refused with the nearest one that works. Models of fewer than 32,768
     elements keep whole groups in one tier, with a warning.
 
-    `cpu_share` is the part of the offloaded states that the CPU updates; None: chosen from the number of cores. Others
-    are streamed through the device. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
+    `cpu_share` is the part of the offloaded states that the CPU updates; None: from the number of cores. The rest is
+    streamed through the device. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
     into a second copy of the states, and repeats the update if the step is clipped. It is faster if compute is the
     bottleneck, and takes twice the host memory. `keep_gradients=False` updates each group inside backward and frees
     its gradient at once, so `p.grad` cannot be read. Results are the same with all of these.
 
-    Activations are placed by whole groups, in one of the ways of `Way`: the same for all groups, in shares of the
-    groups, or by globs of group names. The first matching glob counts; groups without a match stay on the device:
+    Activations are placed by whole groups: 'device', 'recompute', 'host', 'recompute+host', 'disk', 'recompute+disk'
+    for all groups, in shares of them, or by globs of names. The first matching glob counts; others stay on the device:
 
     Placement(activations={"device": 0.5, "host": 0.5})
     Placement(activations={"blocks.1?": "device", "blocks.*": "recompute"})

@@ -183,8 +183,7 @@ def _listed(splits: Sequence[Rows]) -> str:
 
 
 def check_layouts(splits: Sequence[Rows], nodes: Rows | None, control: dist.ProcessGroup) -> None:
-    """Raise on all ranks if some were given another mesh of the same ranks, or other nodes: they would wait for each
-    other."""
+    """Raise on all ranks if some were given another mesh of the same ranks, or other nodes, and would wait forever."""
     ranks = dist.get_process_group_ranks(control)
     layouts: list[Any] = [None] * len(ranks)
     dist.all_gather_object(layouts, f"{splits}" if nodes is None else f"{nodes} as nodes", group=control)

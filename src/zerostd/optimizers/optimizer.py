@@ -288,8 +288,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._gradients.drop(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each
-        state holds this rank's interval of it, and loads on the same rank of as many ranks."""
+        """Return torch's format. On one rank it equals that of the inner optimizer. On several ranks it has this
+        rank's shards: load it on the same rank, with the same number of ranks."""
         self._gradients.wires.world.check_here("optimizer.state_dict()")
         self.check_consistent("state_dict()")
         run_state_hooks(self, "state_dict_pre")

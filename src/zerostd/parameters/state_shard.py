@@ -30,8 +30,7 @@ BLOCK = 64  # elements that are coded together: they begin with a parameter, and
 
 
 class SplitTensor(TierTensor):
-    """A split master as one tier tensor of fp32 numbers, for reads and writes outside the step. What it
-    returns is a copy."""
+    """A split master as one fp32 tier tensor, for reads and writes outside the step. Reads return a copy."""
 
     def __init__(self, high: TierTensor, low: TierTensor) -> None:
         super().__init__(low.numel, torch.float32, low.tier, None)

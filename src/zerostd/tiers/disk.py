@@ -111,8 +111,7 @@ class Disk:
         return extent
 
     def join(self, extent: Extent) -> None:
-        """Hold an extent until `free`. Another Disk of the same directory allocated it, or this Disk for another
-        owner."""
+        """Hold an extent of another Disk of the same directory, or of another owner, until `free`."""
         self._check_open()
         extent.holders.join(self._ledger)
         self._extents.add(extent)

@@ -242,8 +242,7 @@ class Extent:
         )
 
     def _read_last_page(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
-        """Read the page in which a block ends, to keep its other bytes. A failure of this read does not cause a
-        [Note: fail-over], which would lose the page."""
+        """Read the page in which a block ends, to keep its other bytes. No [Note: fail-over]: it would lose them."""
         body = len(block) // PAGE * PAGE
         if body == len(block) or offset + len(block) >= self.num_bytes:
             return
