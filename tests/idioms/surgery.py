@@ -180,7 +180,7 @@ def workers_that_hold_the_model(loop: Loop) -> Any:
 
 @idiom
 def embedding_perturbed_for_a_second_pass(loop: Loop) -> Any:
-    """FGM: add the direction of its gradient to the embedding, call backward again, and put it back."""
+    """FGM: add the direction of its gradient to the embedding, call backward again, and restore it."""
     model = loop.language()
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
     for index in range(3):

@@ -57,7 +57,7 @@ class Timestamp:
         return earlier._event.elapsed_time(self._event) / 1e3
 
     def since(self, earlier: Timestamp) -> float:
-        """Return the same as a duration: never 0 or less, so that rates can be computed from it."""
+        """Return the seconds since an earlier time; always above 0, so that rates can be computed."""
         return max(self.after(earlier), 1e-9)
 
 

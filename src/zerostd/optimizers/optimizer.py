@@ -153,8 +153,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def begin_backward_updates(
         self, *, knows_last_pass: bool, may_speculate: bool, keeps_gradients: bool
     ) -> BackwardUpdates | None:
-        """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
-        has to wait for step(). Returns what backward reports groups to; None if all updates wait for step()."""
+        """Let updates begin inside backward from now on, if the last pass of a step is known and nothing has to wait
+        for step(). Returns the object that backward reports groups to; None if all updates wait for step()."""
         is_speculative = self.max_grad_norm is not None
         waits_for_step = (
             (self.updater.offload is None and keeps_gradients)

@@ -68,7 +68,7 @@ class Windows:
         return window.tensor(on_disk)
 
     def hold(self, gradient: DiskGradient, until: Transfer) -> None:
-        """Keep a gradient where it was brought until a transfer is over."""
+        """Keep a gradient in its window until a transfer has ended."""
         window = self._of(gradient)
         if window is not None:
             window.readers.append(until)

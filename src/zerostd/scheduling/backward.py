@@ -96,7 +96,7 @@ class PassCounter:
         return self.num_steps > 0 and self.num_before == self.accumulate
 
     def check(self, *, updates_began: bool) -> None:
-        """Refuse a pass that a running update would miss."""
+        """Refuse a pass whose gradients a running update would miss."""
         if updates_began:
             raise MisuseError(
                 f"backward pass {self.num_done + 1} since the last step, but prepare(accumulate={self.accumulate}) "

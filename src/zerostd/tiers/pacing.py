@@ -69,7 +69,7 @@ class LinkPace:
 
     @contextlib.contextmanager
     def tile(self, num_threads: int = 1) -> Iterator[None]:
-        """Do a tile of background work inside the context, and stop behind it as long as this pace demands."""
+        """Run a tile of background work inside the context, and then pause for as long as this pace requires."""
         begun = time.monotonic()
         with at(Priority.BACKGROUND):
             yield

@@ -36,8 +36,8 @@ BY_PLACE = operator.attrgetter("place")
 class Work(Transfer):
     """A transfer that other threads carry out in `num_parts` parts, each of which ends in `finish`.
 
-    It is done when the last part has ended, failed ones too: after `wait` no thread touches the memory any more. Work
-    that ends by putting a copy into a stream sets `event` behind it, and `wait` puts the current stream behind that.
+    It is done when the last part has ended, failed parts too: after `wait` no thread uses the memory any more. If the
+    work ends with a copy on a stream, `event` marks the end of the copy, and the current stream waits for it.
     """
 
     def __init__(self, num_parts: int = 1) -> None:
