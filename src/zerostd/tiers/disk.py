@@ -85,8 +85,7 @@ class Disk:
             )
 
     def allocate(self, num_bytes: int, kind: Kind, owner: str = "", *, item_bytes: int = 0) -> Extent:
-        """Return an extent of `num_bytes` zeros with reserved space; raise PrepareError if there is no room. Errors
-        name its `owner`. With `item_bytes`, the extent packs its numbers, which have this size."""
+        """Return an extent of zeros with reserved space, or raise PrepareError; it packs numbers of `item_bytes`."""
         self._check_open()
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes on disk; ask for 0 or more")
