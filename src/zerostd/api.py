@@ -29,7 +29,7 @@ from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, find_blueprints
-from zerostd.planning import MachineProfile, Plan
+from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
 from zerostd.preparing.announcing import announce, warn_of_idle_accelerator
 from zerostd.preparing.building import add_masters, build
@@ -170,8 +170,8 @@ def plan(
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     size = world.num_shards
     blueprints = find_blueprints(model, optimizer, settings.precision, groups, size)
-    profile = None
-    if batch is not None:
+    profile = batch if isinstance(batch, ModelProfile) else None  # of an earlier measurement
+    if batch is not profile:
         probe = functools.partial(profile_model, model, optimizer, precision=settings.precision, groups=groups)
         with contextlib.nullcontext() if optimizer is not None else frozen(model):
             profile = probe(batch=batch, probe=machine is None, num_ranks=size)

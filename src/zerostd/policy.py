@@ -23,7 +23,7 @@ LOSSLESS = "lossless"  # the codec that changes no result
 
 
 class Stage(enum.IntEnum):
-    """Says how much of the model state is sharded over the ranks."""
+    """Says how much is sharded: 0 DATA_PARALLEL, 1 OPTIMIZER_STATES, 2 also GRADIENTS, 3 also PARAMETERS."""
 
     DATA_PARALLEL = 0
     OPTIMIZER_STATES = 1
@@ -53,7 +53,7 @@ class Kind(enum.StrEnum):
 
 
 class Tier(enum.StrEnum):
-    """Where bytes rest."""
+    """Names the memory that keeps bytes."""
 
     DEVICE = "device"
     HOST = "host"
@@ -72,7 +72,7 @@ class Tier(enum.StrEnum):
 class Route(enum.StrEnum):
     """How a stretch of optimizer states is updated. States on disk pass through host memory on the last two."""
 
-    RESIDENT = "resident"  # on the device, where they rest
+    RESIDENT = "resident"  # on the device, where they are kept
     CPU = "cpu"  # by the processor, in host memory
     STREAMED = "streamed"  # through the device, tile by tile
 
@@ -86,7 +86,7 @@ class Way(enum.StrEnum):
     DEVICE = "device"
     RECOMPUTE = "recompute"
     HOST = "host"
-    RECOMPUTE_HOST = "recompute+host"  # from inputs that rest on the host
+    RECOMPUTE_HOST = "recompute+host"  # from inputs that are kept on the host
     DISK = "disk"
     RECOMPUTE_DISK = "recompute+disk"
 
@@ -96,7 +96,7 @@ class Way(enum.StrEnum):
 
     @property
     def in_plan(self) -> str:
-        """Its word in plans and on the command line."""
+        """The word for it in plans and on the command line."""
         return "keep" if self is Way.DEVICE else self.value
 
     @property
@@ -106,13 +106,13 @@ class Way(enum.StrEnum):
 
     @property
     def tier(self) -> Tier:
-        """Where what is kept rests."""
+        """The tier of the activations or inputs that are kept."""
         if self in (Way.HOST, Way.RECOMPUTE_HOST):
             return Tier.HOST
         return Tier.DISK if self in (Way.DISK, Way.RECOMPUTE_DISK) else Tier.DEVICE
 
 
-# Names that other libraries use, and ours.
+# The first stage that shards each kind.
 SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
@@ -195,14 +195,14 @@ class Placement:
     parameters miss by more than a tenth is refused with the nearest one that works. Models of fewer than 32,768
     elements keep whole groups in one tier, with a warning.
 
-    `cpu_share` is the part of the offloaded states that the CPU updates; None: chosen from the number of cores. Others
-    are streamed through the device. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
+    `cpu_share` is the part of the offloaded states that the CPU updates; None: from the number of cores. The rest is
+    streamed through the device. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
     into a second copy of the states, and repeats the update if the step is clipped. It is faster if compute is the
     bottleneck, and takes twice the host memory. `keep_gradients=False` updates each group inside backward and frees
     its gradient at once, so `p.grad` cannot be read. Results are the same with all of these.
 
-    Activations are placed by whole groups, in one of the ways of `Way`: the same for all groups, in shares of the
-    groups, or by globs of group names. The first matching glob counts; groups without a match stay on the device:
+    Activations are placed by whole groups: 'device', 'recompute', 'host', 'recompute+host', 'disk', 'recompute+disk'
+    for all groups, in shares of them, or by globs of names. The first matching glob counts; others stay on the device:
 
     Placement(activations={"device": 0.5, "host": 0.5})
     Placement(activations={"blocks.1?": "device", "blocks.*": "recompute"})
@@ -258,7 +258,7 @@ class Placement:
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
 
     def bits(self, name: str) -> int | None:
-        """Return the bits of what travels coded; None if it travels as it is."""
+        """Return the bits of a code; None if there is no codec of this name."""
         return int(self.codec[name].removeprefix("int")) if name in self.codec else None
 
     @staticmethod
@@ -292,7 +292,7 @@ class Placement:
         return isinstance(given, Mapping) and any(isinstance(value, str) for value in given.values())
 
     def ways(self, groups: Sequence[str]) -> dict[str, Way]:
-        """Return what each group does with its activations; raise PrepareError if a glob fits none."""
+        """Return the way of each group's activations; raise PrepareError if a glob matches no group."""
         given = self.activations
         if isinstance(given, str):
             return dict.fromkeys(groups, Way(given))
@@ -311,7 +311,7 @@ class Placement:
 
 
 def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
-    """Return whole groups by way, from the last one on: what is needed first is kept nearest."""
+    """Return the way of each group, from the last one on: the groups that backward needs first stay nearest."""
     ways: dict[str, Way] = {}
     backwards = list(reversed(groups))
     share = 0.0
@@ -324,7 +324,7 @@ def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the state of one group rests and how it is updated: what a plan says of it."""
+    """The tiers that keep the state of one group, and the routes of its updates, as a plan has them."""
 
     parameters: Tier = Tier.DEVICE
     gradients: Tier = Tier.DEVICE

@@ -245,6 +245,19 @@ def test_page_of_a_plan_has_its_numbers_and_other_budgets(plan: Plan_, tmp_path:
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
+def test_plans_of_a_page_use_one_measurement_of_the_model(plan: Plan_, tmp_path: Path) -> None:
+    words = ("factories:counted", "--cluster", CLUSTER, "--json")
+    forwards: list[int] = []
+    for more in ((), ("--html", tmp_path / "plan.html")):
+        made(plan(*words, *more))
+        seen = sys.modules["factories"].FORWARDS
+        forwards.append(len(seen))
+        seen.clear()
+    assert forwards[0] == forwards[1] > 0
+    page = (tmp_path / "plan.html").read_text()
+    assert len(json.loads(re.search(r'id="report">(.*?)</script>', page)[1])["others"]) > 3
+
+
 def test_a_budget_beyond_the_machine_is_told_of(plan: Plan_) -> None:
     words = ("--params", "1B", "--budget", "device=500GiB")
     assert "but 1xt4-16, from published rates has 14.90 GiB free" in plan(*words, "--machine", "1xt4-16").stdout

@@ -153,7 +153,7 @@ def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manif
 
 
 def _average_problems(runtime: Runtime, manifest: Manifest, *, is_resumed: bool) -> Iterator[str]:
-    """Yield what does not fit about averages. A model that is not trained on may do without."""
+    """Yield the problems with averages. A model whose training does not resume needs none."""
     averages = {average.name: average for average in averages_of(runtime)}
     if is_resumed and len(averages) < len(manifest.averages):
         yield f"it has {len(manifest.averages)} average(s): make them with zerostd.averaged(model, ...) before loading"

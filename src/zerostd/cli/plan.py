@@ -110,8 +110,18 @@ def plan(
         title, rows = _scale(source, options, numbers, described, parse_counts(scaling), step_samples)
         show_scaling(title, rows, tokens if params else sequence, as_json=as_json)
     else:
-        plan_with = partial(_plan, source, precision=numbers, machine=described, world=world)
+        plan_with = partial(_plan, _profiled(source, numbers, described, world), numbers, described, world)
         _show(plan_with, options, output, html, as_json=as_json)
+
+
+def _profiled(
+    source: ModelProfile | Built, precision: Precision, machine: MachineProfile | None, world: int | None
+) -> ModelProfile | Built:
+    """Measure a module that has a batch, and put its needs in place of the batch: plans for several budgets agree."""
+    if isinstance(source, ModelProfile) or source[1] is None or source[2] is None:
+        return source
+    measure = partial(profile_model, *source[:2], precision=precision, num_ranks=world or 1)
+    return *source[:2], measure(batch=source[2], probe=machine is None)
 
 
 def _show(
@@ -143,10 +153,10 @@ def _for_other_budgets(plan: Plan, options: TrainingOptions, plan_with: Callable
 
 def _plan(
     source: ModelProfile | Built,
-    options: TrainingOptions,
     precision: Precision,
     machine: MachineProfile | None,
     world: int | None,
+    options: TrainingOptions,
 ) -> tuple[str, Plan]:
     """Return a title and the plan; for a module the one that prepare would make, to the byte."""
     budget = options.budget
@@ -189,13 +199,9 @@ def _with_notes(plan: Plan, machine: MachineProfile, options: TrainingOptions, *
     if limit is None or limit <= free:
         return plan
     whose = "this machine" if here else machine.name
-    note = (
-        f"The budget for the device is {size_text(limit)}, but {whose} has {size_text(free)} free. All rates are those "
-        f"of {whose}."
-    )
-    return replace(
-        plan, notes=(*plan.notes, note + (" Name another machine with --machine, such as 8xh100-80." if here else ""))
-    )
+    advice = " Name another machine with --machine, such as 8xh100-80." if here else ""
+    note = f"The budget for the device is {size_text(limit)}, but {whose} has {size_text(free)} free. "
+    return replace(plan, notes=(*plan.notes, f"{note}All rates are those of {whose}.{advice}"))
 
 
 def _scale(

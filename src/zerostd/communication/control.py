@@ -1,4 +1,4 @@
-"""Control messages: small, on the CPU, once or twice a step. Ranks agree, or learn who differs.
+"""Control messages: small collectives on the CPU, by which ranks agree or learn which rank differs.
 
 `check_equal` at prepare finds ranks with different models before they can hang. `agree` after each backward says
 which parameters were used on any rank, that all ranks gathered the same groups in the same order, and that they take

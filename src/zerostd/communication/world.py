@@ -1,4 +1,4 @@
-"""The world: who I am, how many we are, and the channels between us.
+"""The world of a model: this rank, the number of ranks, and the channels between them.
 
 Three cases on one path: torchrun (or anything that sets its variables) with or without an initialised process group,
 and no launcher at all, which is a world of one without a process group. Each prepared model makes its own channels, so

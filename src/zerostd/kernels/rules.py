@@ -1,4 +1,4 @@
-"""What `update` takes: a rule with its numbers for one step as torch.optim has them, and the arrays that it changes.
+"""Arguments of `update`: a rule with its numbers for one step, as torch.optim has them, and the arrays it changes.
 
 A master may be kept as two halves of 16 bits, the upper one of which is the bf16 weight that the model computes with.
 """

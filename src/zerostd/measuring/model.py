@@ -1,4 +1,4 @@
-"""What a model needs, read from the module: the groups that prepare will make, and what one sample costs in each.
+"""The needs of a model, read from the module: the groups that prepare will make, and the cost of a sample in each.
 
 In: a module, real or without memory, and a batch to try. Out: a ModelProfile. A real model can be timed as well. For a
 model that does not fit or cannot run, only counts are known.

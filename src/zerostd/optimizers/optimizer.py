@@ -153,8 +153,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def begin_backward_updates(
         self, *, knows_last_pass: bool, may_speculate: bool, keeps_gradients: bool
     ) -> BackwardUpdates | None:
-        """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
-        has to wait for step(). Returns what backward reports groups to; None if all updates wait for step()."""
+        """Let updates begin inside backward from now on, if the last pass of a step is known and nothing has to wait
+        for step(). Returns the object that backward reports groups to; None if all updates wait for step()."""
         is_speculative = self.max_grad_norm is not None
         waits_for_step = (
             (self.updater.offload is None and keeps_gradients)
@@ -288,8 +288,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._gradients.drop(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each
-        state holds this rank's interval of it, and loads on the same rank of as many ranks."""
+        """Return torch's format. On one rank it equals that of the inner optimizer. On several ranks it has this
+        rank's shards: load it on the same rank, with the same number of ranks."""
         self._gradients.wires.world.check_here("optimizer.state_dict()")
         self.check_consistent("state_dict()")
         run_state_hooks(self, "state_dict_pre")

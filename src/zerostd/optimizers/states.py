@@ -106,7 +106,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
                 if _is_long(value) and value.numel() not in (stop - start, parameter.numel()):
                     raise MisuseError(
                         f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
-                        f"but this rank's interval has {stop - start}: it is from another model, stage or world size"
+                        f"but this rank's shard has {stop - start}: it is from another model, stage or world size"
                     )
     for user, group in zip(updater.user_groups, groups, strict=True):
         user.update({**group, "params": user["params"]})

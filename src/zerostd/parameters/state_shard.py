@@ -1,4 +1,4 @@
-"""What the optimizer keeps for a stretch of a region: the master and the states, in one tier and updated by one route.
+"""A state shard: the master and the states of a stretch of a region, with one tier and one route.
 
 The master of a bf16 parameter is kept as two halves of 16 bits (`kernels.Split`). The upper half equals the parameter
 that the model computes with. If the update can read the parameter, the parameter itself is that half, and only the
@@ -30,8 +30,7 @@ BLOCK = 64  # elements that are coded together: they begin with a parameter, and
 
 
 class SplitTensor(TierTensor):
-    """A split master as one tier tensor of fp32 numbers, for reads and writes outside the step. What it
-    returns is a copy."""
+    """A split master as one fp32 tier tensor, for reads and writes outside the step. Reads return a copy."""
 
     def __init__(self, high: TierTensor, low: TierTensor) -> None:
         super().__init__(low.numel, torch.float32, low.tier, None)

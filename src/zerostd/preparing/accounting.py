@@ -83,7 +83,7 @@ def _host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:
-    """Return the bytes of the longest parameters that rest on disk."""
+    """Return the bytes of the longest parameters that are kept on disk."""
     on_disk = [plan for group in plans for plan in group if plan.parameters is Tier.DISK]
     return max((plan.rest_numel * plan.dtype.itemsize for plan in on_disk), default=0)
 

@@ -314,7 +314,7 @@ def homes_of(plan: Plan, blueprints: Sequence[Blueprint]) -> dict[str, Homes]:
 
 
 def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint]) -> Rules:
-    """Return what decides how much of a model this rank holds, and where."""
+    """Return the rules that say how much of a model this rank holds, and where."""
     stage, placement = settings.decided
     has_own_memory = world.device.type != "cpu"
     share = placement.cpu_share

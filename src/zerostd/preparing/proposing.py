@@ -1,4 +1,4 @@
-"""From a model and the options that the user left open to a plan.
+"""Make a plan for a model from the options that the user left open.
 
 `decide` is called by prepare, `plan_for` by `zerostd.plan`, `PlanSearch.revise` while training goes on. If everything
 fits on the device, nothing is measured. Otherwise the planner proposes placements, their bytes are counted by the code

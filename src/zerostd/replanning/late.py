@@ -1,4 +1,4 @@
-"""An optimizer that is made after prepare: its states are placed before its first step makes them.
+"""An optimizer that is made after prepare: its states are placed before its first step creates them.
 
 `attach_late` is called when that step begins. Gradients exist at that time, so only states are placed; the next forward
 places everything by the memory of the first pass.

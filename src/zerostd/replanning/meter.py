@@ -1,4 +1,4 @@
-"""The bytes of a device that are allocated, and those there are.
+"""The meter: how many bytes of the device are allocated, and how many there are.
 
 An accelerator has torch's statistics. A CPU has no allocator to ask: there the ledger knows model state, and
 activations are those that were counted.

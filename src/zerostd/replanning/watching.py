@@ -189,8 +189,7 @@ class ClipCounter:
 
 
 def counted_profile(runtime: Runtime) -> ModelProfile | None:
-    """Return the model with the activations that the last counted pass left in each group; None: nothing was
-    counted."""
+    """Return the model with the activations of each group in the last counted pass; None: nothing was counted."""
     counted = runtime.backward.activations.counter.groups
     if not counted:
         return None

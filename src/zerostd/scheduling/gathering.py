@@ -1,4 +1,4 @@
-"""When groups are gathered and released: before use, after use, and the next one ahead of time.
+"""Gathering: groups are gathered before use, released after it, and the next group is gathered ahead of time.
 
 Hooks say which group is needed in which pass; the group does the work. The order of groups is learnt by watching: for
 each group and phase, who came next last time. The order is only a prediction: an unexpected group is gathered when it

@@ -1,4 +1,4 @@
-"""Priorities of transfers, and the pace of background work on a link that others ask for.
+"""Priorities of transfers, and the pace of background work on a link that other transfers use.
 
 A thread says what it works for: `with at(Priority.BACKGROUND)`. A `Disk` and a store serve the most urgent waiting
 request first. Background work is done in tiles, and asks after each tile how long to pause. A tile that took t seconds
@@ -69,7 +69,7 @@ class LinkPace:
 
     @contextlib.contextmanager
     def tile(self, num_threads: int = 1) -> Iterator[None]:
-        """Do a tile of background work inside the context, and stop behind it as long as this pace demands."""
+        """Run a tile of background work inside the context, and then pause for as long as this pace requires."""
         begun = time.monotonic()
         with at(Priority.BACKGROUND):
             yield
