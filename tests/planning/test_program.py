@@ -127,7 +127,7 @@ def test_seconds_follow_flops_and_the_measured_total() -> None:
         pytest.approx((0.1, 0.3)),
         pytest.approx((0.3, 0.9)),
     ]
-    model = ModelProfile("estimated", groups, samples=2, recomputes=True)
+    model = ModelProfile("estimated", groups, samples=2, recomputed=1.0)
     rate = H200.matrix["bfloat16"] * H200.achieved
     assert [cost.forward_s for cost in group_costs(request_of(model))] == pytest.approx([2e9 / rate, 6e9 / rate])
     assert [cost.backward_s for cost in group_costs(request_of(model))] == pytest.approx([6e9 / rate, 18e9 / rate])

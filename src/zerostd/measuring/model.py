@@ -159,6 +159,21 @@ def untried_profile(
     )
 
 
+def blueprints_of(model: ModelProfile, precision: Precision) -> list[Blueprint]:
+    """Return the groups of a model that is only numbers, without modules: each has one parameter of all that train, and
+    one of those that do not. The first group is the root."""
+    dtype = precision.compute or getattr(torch, model.dtype)
+    blueprints = []
+    for group in model.groups:
+        members = []
+        for name, numel, options in (("trained", group.trained, 0), ("frozen", group.frozen, None)):
+            if numel:
+                parameter = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
+                members.append(Member(f"{group.name}.{name}", parameter, dtype, options, None))
+        blueprints.append(Blueprint(group.name, (), tuple(members)))
+    return blueprints
+
+
 def _most(members: list[Member]) -> torch.dtype:
     numels = Counter[torch.dtype]()
     for member in members:

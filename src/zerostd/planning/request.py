@@ -188,6 +188,26 @@ def threads_of(machine: MachineProfile, local_size: int) -> int:
     return cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS)
 
 
+def shared(machine: MachineProfile, local_size: int) -> MachineProfile:
+    """Return a machine as one of the ranks of a node has it: where the CPU is the device, they share it."""
+    if machine.link is not None:
+        return machine
+    matrix = {dtype: rate / local_size for dtype, rate in machine.matrix.items()}
+    return replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local_size)
+
+
+def replicas_of(machine: MachineProfile, world_size: int) -> list[int]:
+    """Return the numbers of replicas worth trying: those whose ranks share a faster wire, and then one replica, whose
+    refusal is reported."""
+    wire = wire_of(machine.wires, world_size)
+    faster = [
+        inner.ranks
+        for inner in machine.wires
+        if wire is not None and 1 < inner.ranks < world_size and inner.bandwidth > wire.bandwidth
+    ]
+    return [*(world_size // ranks for ranks in sorted(faster) if world_size % ranks == 0), 1]
+
+
 def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
     """Return the user's stage, or those worth trying: 2 and 3, since stage 2 sends no more than 0 and 1."""
     if stage is not None:
@@ -256,13 +276,11 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     reduce_s += request.across_s(reduced)
     wire_forward_s = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
     wire_backward_s = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
-    backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
+    backward_s = forward_s * (2.0 + model.recomputed)
     if model.backward_s is not None and group.backward_part is not None:
         backward_s = model.backward_s * group.backward_part
     elif model.backward_s is not None and model.forward_s:
         backward_s = forward_s * model.backward_s / model.forward_s
-    if request.chooses and model.recomputes:
-        backward_s = max(0.0, backward_s - forward_s)
     return GroupCost(
         name=group.name,
         updated=updated,
