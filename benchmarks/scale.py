@@ -219,7 +219,7 @@ def paper() -> list[str]:
         "## Table 1 of the ZeRO paper",
         "",
         *told(
-            "The table shows GB of model state on one device by the planner's closed form, with the digits of the",
+            "The table shows GB of model state on one device, counted as prepare counts them, with the digits of the",
             "paper. Stage 0 takes the first line on any number of devices. `zerostd plan --table --params 7.5B` prints",
             "it for any size.",
         ),

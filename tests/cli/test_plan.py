@@ -18,8 +18,8 @@ from zerostd.cli.main import app
 from zerostd.cli.plan import MACHINE
 from zerostd.monitoring.texts import seconds_text, short_size
 from zerostd.planning import Plan
-from zerostd.planning.request import FOR_LIBRARIES
 from zerostd.policy import Stage, Tier
+from zerostd.preparing.budgets import FOR_LIBRARIES
 from zerostd.sharding.layout import ALIGNMENT
 
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from zerostd.measuring import load_profile
 from zerostd.optimizers import passing
 from zerostd.planning import MachineProfile, simulation
 from zerostd.planning.described import from_numbers
-from zerostd.planning.request import FOR_LIBRARIES
 from zerostd.policy import Budget, Precision, Stage, Tier
+from zerostd.preparing.budgets import FOR_LIBRARIES
 from zerostd.preparing.scaling import plan_numbers, scaling, sent_bytes, state_bytes
 from zerostd.sharding.layout import ALIGNMENT
 

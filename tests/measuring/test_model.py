@@ -220,7 +220,6 @@ def test_checkpointed_blocks_keep_their_inputs_and_need_the_rest_once() -> None:
     inner.blocks = nn.ModuleList(CheckpointedBlock(32, 4) for _ in range(2))
     for other in (model, inner):
         profile = profile_model(other, groups=BLOCKS, batch=tokens)
-        assert not profile.recomputes
         inputs = 2 * 12 * 32 * 4
         extra = total(profile, "kept_bytes") - plain.groups[0].kept_bytes
         assert inputs <= extra <= inputs + 12 * 32 * 4  # and what the norm after the last block saves

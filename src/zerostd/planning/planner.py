@@ -232,7 +232,7 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
     for _ in range(MOST_ROUNDS):
         asked = replace(request, fixed=fixed)
         try:
-            solution = Solution(asked, least_of(asked, tier)[1])
+            solution = Solution(asked, least_of(asked, tier))
         except Infeasible:
             return None
         answers = [Counted(each, count(each)) for each in (solution, _by_cpu(solution))]
@@ -250,7 +250,7 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
 def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) -> list[dict[Tier, int]]:
     """Return enlarged limits that are enough, the fewest bytes first: for each tier alone, and for several tiers if
     that takes fewer bytes or is the only way."""
-    lacks = {tier: size for tier, size in missing_bytes(request).items() if size and tier in request.limits}
+    lacks = {tier: size for tier, size in missing_bytes(request, is_whole=True).items() if tier in request.limits}
     by = _enlarged(request, lacks, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
     ways = [{tier: size} for tier, size in alone.items()]
     if by and by not in ways:

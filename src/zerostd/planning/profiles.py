@@ -222,8 +222,11 @@ class ModelProfile:
     def in_dtypes_of(self, other: ModelProfile) -> ModelProfile:
         """Return the same with the dtypes of another model; activations take as many times the bytes as parameters."""
         times = other.parameter_bytes / self.parameter_bytes
-        groups = tuple(group.scaled(times, times) for group in self.groups)
-        return replace(self, groups=groups, **{name: getattr(other, name) for name in DTYPES})
+        return replace(self.scaled(times), **{name: getattr(other, name) for name in DTYPES})
+
+    def scaled(self, times: float) -> ModelProfile:
+        """Return the same with activations `times` as large."""
+        return replace(self, groups=tuple(group.scaled(times, times) for group in self.groups))
 
     @cached_property
     def measured_groups(self) -> tuple[GroupProfile, ...]:

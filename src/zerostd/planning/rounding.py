@@ -106,19 +106,21 @@ def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) ->
     return [_rounded(share) for share in program.shares(program.linear.minimise(distance, _whole(program)))]
 
 
-def missing_bytes(request: PlanRequest) -> dict[Tier, float]:
-    """Return the bytes that the tiers lack for any shares, the fewest in all."""
+def missing_bytes(request: PlanRequest, *, is_whole: bool = False) -> dict[Tier, float]:
+    """Return the bytes that tiers lack, the fewest in all: for any shares, or with `is_whole` for groups that do one
+    thing each."""
     program, short = _bytes_program(request, tuple(Tier))
-    solution = program.linear.minimise([(short, 1.0)])
-    return {tier: float(lack) * GIGA for tier, lack in zip(Tier, solution.values[short], strict=True)}
+    solution = program.linear.minimise([(short, 1.0)], _whole(program) if is_whole else None)
+    lacks = zip(Tier, solution.values[short], strict=True)
+    return {tier: float(lack) * GIGA for tier, lack in lacks if lack * GIGA > FEW}
 
 
-def least_of(request: PlanRequest, tier: Tier) -> tuple[float, list[GroupShares]]:
-    """Return the fewest bytes of a tier that whole groups take, regardless of its limit, while the other tiers keep
-    theirs, and their shares. Raises Infeasible if they cannot."""
+def least_of(request: PlanRequest, tier: Tier) -> list[GroupShares]:
+    """Return the whole groups that take the fewest bytes of a tier, regardless of its limit, while the other tiers keep
+    theirs. Raises Infeasible if they cannot."""
     program, taken = _bytes_program(replace(request, limits={**request.limits, tier: 0}), [tier])
     solution = program.linear.minimise([(taken, 1.0)], _whole(program))
-    return solution.objective * GIGA, [_rounded(share) for share in program.shares(solution)]
+    return [_rounded(share) for share in program.shares(solution)]
 
 
 def _whole(program: ScheduleProgram) -> Array:
@@ -155,7 +157,7 @@ def _bytes_program(request: PlanRequest, short: Collection[Tier] = ()) -> tuple[
 
 def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]]) -> str:
     """Return what a request is refused with; `counted` are the bytes that are enough, the fewest first."""
-    least = counted[0] if counted else {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
+    least = counted[0] if counted else missing_bytes(request)
     limits = " and ".join(
         f"{size_text(size) if size else 'nothing'} of the {tier.value}" for tier, size in request.limits.items()
     )
@@ -170,7 +172,7 @@ def _changes(request: PlanRequest, larger: Sequence[Mapping[Tier, float]]) -> It
     yield from (_larger(request, by) for by in larger)
     if Tier.DISK not in request.limits:
         plenty = replace(request, limits={**request.limits, Tier.HOST: 1 << 60})  # more of what is not the device
-        if sum(missing_bytes(plenty).values()) < sum(missing_bytes(request).values()) - FEW:
+        if sum(missing_bytes(plenty).values()) < sum(missing_bytes(request).values()):
             yield "a disk: Budget(disk=..., disk_path=...)"
     if request.model.activations():
         recomputes = request.recomputes or request.model.recomputed

@@ -17,7 +17,6 @@ from zerostd.communication import Control, World
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
-from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
 from zerostd.monitoring.texts import percent_text
 from zerostd.parameters.blueprints import Blueprint
@@ -25,12 +24,13 @@ from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Pr
 from zerostd.planning.planner import Counted, fitting, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from, plan_of
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, shared, stages_of, threads_of
+from zerostd.planning.request import shared, stages_of, threads_of
 from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, shards
+from zerostd.policy import Homes, Kind, Placement, Stage, Tier, Way, shards
 from zerostd.preparing.accounting import predict
+from zerostd.preparing.budgets import FOR_ACTIVATIONS, FOR_PASSES, find_limits, least_limits
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
 from zerostd.preparing.remembering import recall
@@ -84,36 +84,6 @@ def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control:
     if world.rank == 0:
         log.info("%s", plan.explain())
     return plan
-
-
-def least_limits(control: Control, budget: Budget, held: int, *, left: float = FOR_ACTIVATIONS) -> dict[Tier, int]:
-    """Return what the rank with the least may use of each tier. All ranks call it together."""
-    by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, control.world, held, left=left))
-    return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
-
-
-def find_limits(
-    budget: Budget,
-    world: World,
-    held: int,
-    free: Mapping[str, int] | None = None,
-    *,
-    left: float = FOR_ACTIVATIONS,
-) -> dict[Tier, int]:
-    """Return the bytes that this rank may use of each tier: the budget's, or what is free less a margin. `held` bytes
-    of the device are the model's own already; `free` is given for another machine. `left` is the part that activations
-    get, without a budget."""
-    if free is None:
-        free = free_bytes(world.device, budget.disk_path)
-    return limits_for(
-        budget,
-        free,
-        world.local_size,
-        is_host=world.device.type == "cpu",
-        has_disk=budget.disk_path is not None or (budget.disk is not None and "disk" in free),
-        held=held,
-        for_activations=left,
-    )
 
 
 class PlanSearch:
@@ -308,13 +278,13 @@ class PlanSearch:
         self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile, stage: Stage
     ) -> PlanRequest:
         settings = self.settings
-        plan = settings.plan  # of a model that trains already: its parameters stay where they are
+        plan = settings.plan
+        rests = None  # of a model that trains already, parameters stay where they are
+        if plan is not None:
+            rests = {name: home.parameters for name, home in homes_of(plan, self.blueprints).items()}
         profile = profile or untried_profile(self.blueprints, settings.precision, settings.states)
         if Kind.OPTIMIZER_STATES.value in self._codec:
             profile = profile.with_codes()
-        placed = {Kind.PARAMETERS}
-        if self.settings.has_optimizer:
-            placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
         return PlanRequest(
             model=profile,
             machine=machine,
@@ -327,12 +297,9 @@ class PlanSearch:
             or settings.accumulate is None
             or settings.precision.scales_loss,
             num_threads=threads_of(machine, self.world.local_size),
-            can_place=frozenset(placed),
             activations=frozenset() if profile.recomputed else self.ways,  # a model that recomputes is left alone
             keeps_gradients=plan is None or plan.keep_gradients,
-            rests=None
-            if plan is None
-            else {name: at.parameters for name, at in homes_of(plan, self.blueprints).items()},
+            rests=rests,
         )
 
     def _notes(self, request: PlanRequest) -> Iterator[str]:

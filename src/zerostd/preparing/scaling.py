@@ -19,10 +19,11 @@ from zerostd.measuring.model import ASSUMED_STATES, blueprints_of, untried_profi
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import FOR_ACTIVATIONS, replicas_of, shared, stages_of
+from zerostd.planning.request import replicas_of, shared, stages_of
 from zerostd.planning.searching import divide, divisions, table
 from zerostd.policy import MOST_RANKS, Kind, Placement, Precision, Stage, Tier, shards
-from zerostd.preparing.proposing import PlanSearch, find_limits, predict_bytes
+from zerostd.preparing.budgets import FOR_ACTIVATIONS, find_limits
+from zerostd.preparing.proposing import PlanSearch, predict_bytes
 
 MOST_SAMPLES = 1 << 12  # of a pass on one rank
 BACKWARD = 2  # FLOPs of backward, for each of forward; what is recomputed does not count
