@@ -313,8 +313,10 @@ class PlanSearch:
                 f"Every {request.world_size} neighbours share one replica of the model state, as the wire between them "
                 f"is faster: prepare(mesh=init_device_mesh({request.machine.device!r}, {shape}))."
             )
-        if Tier.DISK not in request.limits:
+        if Tier.DISK not in request.limits and request.machine.measured:
             yield "The disk is not used: name a directory with Budget(disk_path=...) to use it."
+        elif Tier.DISK not in request.limits:
+            yield "The disk is not used: no directory was given, or the machine profile has no disk."
         if request.world_size > 1 and request.model.knows_time and not request.machine.wires:
             yield "The machine profile has no wires, so the plan leaves out the time of collectives."
         if request.waits_for_norm and request.accumulate == 1 and not request.speculates:

@@ -50,7 +50,8 @@ def plan_numbers(
     divided = divide(batch, model.samples, settings.accumulate)
     settings = _on(machine, settings)
     settings = replace(settings, accumulate=1 if batch and settings.accumulate is None else settings.accumulate)
-    world = _world(machine, world_size)
+    device = torch.device("cpu" if machine.link is None else "cuda")
+    world = World.pretend(device, world_size, machine.ranks_per_node)
     blueprints = blueprints_of(model, settings.precision)
     model = _in_precision(model, blueprints, settings.precision)
     left = 0.0 if model.knows_time or batch else FOR_ACTIVATIONS
@@ -88,11 +89,6 @@ def _on(machine: MachineProfile, settings: Settings) -> Settings:
 
 def _in_precision(model: ModelProfile, blueprints: Sequence[Blueprint], precision: Precision) -> ModelProfile:
     return model.in_dtypes_of(untried_profile(blueprints, precision, ASSUMED_STATES))
-
-
-def _world(machine: MachineProfile, world_size: int) -> World:
-    device = torch.device("cpu" if machine.link is None else "cuda")
-    return World.pretend(device, world_size, machine.ranks_per_node)
 
 
 # -- bytes --
