@@ -79,15 +79,16 @@ def profile_model(
     profile = replace(untried_profile(blueprints, checked, states), name=type(model).__name__)
     num_samples = _num_samples(batch)
     counter = None if batch is None else try_forward(model, blueprints, checked, batch)
+    has_members = {blueprint.name for blueprint in blueprints if blueprint.members}  # also those without elements
     if counter is None:
-        return replace(profile, groups=tuple(group for group in profile.groups if group.trained + group.frozen))
+        return replace(profile, groups=tuple(group for group in profile.groups if group.name in has_members))
     order = dict.fromkeys([*counter.order, *range(len(blueprints))])
     costs = counter.costs
     tried = [_with_cost(profile.groups[index], costs[index], num_samples) for index in order]
-    tried = [group for group in tried if group != GroupProfile(group.name, 0, stays=group.stays, again_flops=0.0)]
+    idle = GroupProfile(ROOT, 0, stays=True, again_flops=0.0)  # the one group that may have no parameters
     profile = replace(
         profile,
-        groups=tuple(tried),
+        groups=tuple(group for group in tried if group != idle or ROOT in has_members),
         samples=num_samples,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
     )
