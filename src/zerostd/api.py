@@ -34,7 +34,7 @@ from zerostd.policy import Budget, Placement, Precision, Stage, Tier
 from zerostd.preparing.announcing import announce, warn_of_idle_accelerator
 from zerostd.preparing.building import add_masters, build
 from zerostd.preparing.options import check_budget, check_settings, target_device
-from zerostd.preparing.proposing import plan_for
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.late import attach, attach_late
 from zerostd.serving.calls import begin_role, full_state_of, load_model, release_any, save_model
 from zerostd.tiers import Done
@@ -175,7 +175,7 @@ def plan(
         probe = functools.partial(profile_model, model, optimizer, precision=settings.precision, groups=groups)
         with contextlib.nullcontext() if optimizer is not None else frozen(model):
             profile = probe(batch=batch, probe=machine is None, num_ranks=size)
-    return plan_for(blueprints, settings, world, profile, machine)
+    return PlanSearch(settings, blueprints, world).plan(profile, machine)
 
 
 def apply_to_device(model: Model, device: torch.device | str) -> Model:

@@ -18,8 +18,9 @@ from zerostd.optimizers.elementwise import find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.planning import Plan
 from zerostd.policy import Tier
+from zerostd.preparing.budgets import least_limits
 from zerostd.preparing.building import add_masters, attach_optimizer
-from zerostd.preparing.proposing import PlanSearch, least_limits
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.adapting import adapt
 from zerostd.replanning.moving import move
 

@@ -16,8 +16,8 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.texts import size_text
 from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.demands import NUM_BUFFERS
-from zerostd.planning.request import MARGIN
 from zerostd.policy import Tier, Way, parse_bytes
+from zerostd.preparing.budgets import MARGIN
 
 
 class DeviceMeter:
