@@ -79,7 +79,7 @@ struct Int8Moments {
   }
 };
 
-// ZS_BF16: numbers, rounded up or down as a hash of them says.
+// ZS_BF16: numbers, rounded up or down at random, by a hash of them.
 struct Bf16Moments {
   static constexpr int64_t kRecord = ZS_CODED_BLOCK * 2;
   const unsigned char *const averages, *const squares;

@@ -76,11 +76,11 @@ enum zs_codec { ZS_NO_CODEC = 0, ZS_INT8 = 1, ZS_BF16 = 2 };
 //                a number that is not finite, or 2^126 and more, has the scale NaN and the codes zero. What is decoded
 //                has the same codes when it is coded again
 //   ZS_BF16      bf16 numbers. Rounded to nearest, exp_avg_sq would stand still: at beta2 = 0.999 a step changes it by less
-//                than half a unit. So a number is rounded up with the probability that its lower half is of a unit: the
-//                lower and the upper 16 bits of a hash are added to the bits of exp_avg and of exp_avg_sq, and then
-//                the lower halves are dropped. With m and v, the bits of both numbers in fp32, the hash of the
-//                element is mixed((v ^ (m << 16)) + key), in update_moments.h. A subnormal number counts as zero, and
-//                there is one NaN. What is bf16 already stays as it is
+//                than half a unit. So numbers are rounded up or down at random, and the mean stays: a hash has 32 bits,
+//                of which the lower 16 are added to the bits of exp_avg in fp32, the upper 16 to those of exp_avg_sq;
+//                then the lower halves are dropped. With m and v, the bits of both numbers, the hash is
+//                mixed((v ^ (m << 16)) + key), see update_moments.h. A subnormal number counts as zero, and there is
+//                one NaN. What is bf16 already stays as it is
 // key            of the hash: another one for each step
 // weight         NULL, or takes the new master in weight_dtype, rounded to nearest even; may be the gradient's memory
 //                when both have the same item size. So may target.master when it is bf16.
