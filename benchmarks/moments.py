@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zerostd
-from zerostd.kernels import MOMENT_CODECS, Adam, decode_moments, native, split, update
+from zerostd.kernels import MOMENT_CODECS, Adam, decode_moments, encode_moments, native, split, update
 
 RULE = Adam(3e-4, 0.1, False, beta1=0.9, beta2=0.999, eps=1e-8, decoupled=True, step=10, exact_root=True)
 EXACT, NEAREST = "fp32", "bf16, rounded to nearest"
@@ -76,7 +76,7 @@ def followed(codec: str, start: float, gradient_of: Callable[[], Tensor], numel:
     """`exp_avg_sq` after many steps from `start`, with these gradients."""
     arrays = [torch.zeros(numel), *states(numel, codec)]
     if codec in MOMENT_CODECS:
-        MOMENT_CODECS[codec][1].encode(torch.full((numel,), start), arrays[2])
+        encode_moments(torch.full((numel,), start), MOMENT_CODECS[codec][1], arrays[2])
     else:
         arrays[2].fill_(start)
     for number in range(1, FOLLOWED + 1):

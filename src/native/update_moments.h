@@ -1,7 +1,7 @@
 // The step of Adam on moments that are kept in fewer bytes (codec in zerostd_native.h): decoded, updated and coded again
 // in one pass. Included by update_vectors.h, whose words it uses beside absolute, smaller, larger, larger_bits,
 // largest_bits, load_signed, load_unsigned and store_codes; and Bits, as many 32-bit integers as a Vector has numbers,
-// with their operators, bits_of and upper_halves. No product is fused with a sum, so that every instruction set, a GPU
+// with their operators, bits_of, numbers_of and upper_halves. No product is fused with a sum, so that every instruction set, a GPU
 // and torch give the same bits.
 
 constexpr int64_t kParts = ZS_CODED_BLOCK / kWidth;  // of a block, as Vectors
@@ -10,7 +10,22 @@ ZS_INLINE unsigned char* state_at(const zs_arrays& arrays, int state, int64_t by
   return at<unsigned char>(arrays.states[state], byte);
 }
 
-// ZS_INT8: records of codes and a scale.
+// The bits of numbers: one NaN for all, and zero for what is subnormal.
+ZS_INLINE Bits plain_bits(Vector value) {
+  const Bits bits = bits_of(value), size = bits & 0x7FFFFFFFu, zero = bits ^ bits;
+  const Bits number = size <= 0x007FFFFFu ? zero : bits;
+  return value == value ? number : zero + 0x7FC00000u;
+}
+
+// Random bits for both moments of an element: every one depends on all bits of both, and of the step's key.
+ZS_INLINE Bits noise_of(Bits average, Bits square, uint32_t key) {
+  Bits bits = (square ^ (average << 16)) + key;
+  bits = (bits ^ (bits >> 16)) * 0x21F0AAADu;
+  bits = (bits ^ (bits >> 15)) * 0x735A2D97u;
+  return bits ^ (bits >> 15);
+}
+
+// ZS_INT8: records of codes and a scale. Codes are rounded up or down at random.
 struct Int8Moments {
   static constexpr int64_t kRecord = ZS_CODED_BLOCK + 4;  // bytes of a block
   const unsigned char *const averages, *const squares;
@@ -35,14 +50,16 @@ struct Int8Moments {
   }
 
   ZS_INLINE static void write(unsigned char* averages, unsigned char* squares, const Vector (&average)[kParts],
-                              const Vector (&)[kParts], const Vector (&roots)[kParts], uint32_t, bool) {
+                              const Vector (&square)[kParts], const Vector (&roots)[kParts], uint32_t key, bool) {
+    Bits noise[kParts];
+    for (int64_t p = 0; p < kParts; ++p) noise[p] = noise_of(plain_bits(average[p]), plain_bits(square[p]), key);
     Vector largest_average = broadcast(0.0f), largest_root = broadcast(0.0f);
     for (int64_t p = 0; p < kParts; ++p) {
       largest_average = larger_bits(largest_average, absolute(average[p]));
       largest_root = larger_bits(largest_root, absolute(roots[p]));
     }
-    write_averages(averages, average, scale_of(largest_bits(largest_average), 0x1.0p-100f));
-    write_roots(squares, roots, scale_of(largest_bits(largest_root), 0x1.0p-54f));
+    write_averages(averages, average, noise, scale_of(largest_bits(largest_average), 0x1.0p-100f));
+    write_roots(squares, roots, noise, scale_of(largest_bits(largest_root), 0x1.0p-54f));
   }
 
   // The largest magnitude of a block, by its bits. NaN from 2^126 on, where sums may overflow, and if a number is not
@@ -60,21 +77,28 @@ struct Int8Moments {
     return false;
   }
 
-  ZS_INLINE static void write_averages(unsigned char* codes, const Vector (&average)[kParts], float scale) {
+  // From 15 random bits: a number between -1/2 and 1/2, and neither of these.
+  ZS_INLINE static Vector shift_of(Bits noise) {
+    return numbers_of(noise + noise + 1u) * broadcast(0x1.0p-16f) - broadcast(0.5f);
+  }
+
+  ZS_INLINE static void write_averages(unsigned char* codes, const Vector (&average)[kParts],
+                                       const Bits (&noise)[kParts], float scale) {
     if (!write_scale(codes, scale)) return;
     for (int64_t p = 0; p < kParts; ++p) {
       const Vector part = average[p] / (broadcast(scale) + absolute(average[p]));
-      store_codes(codes + p * kWidth, part * broadcast(254.0f));
+      store_codes(codes + p * kWidth, part * broadcast(254.0f) + shift_of((noise[p] & 0xFFFFu) >> 1));
     }
   }
 
   // A root above zero never becomes zero, which would divide by eps alone.
-  ZS_INLINE static void write_roots(unsigned char* codes, const Vector (&roots)[kParts], float scale) {
+  ZS_INLINE static void write_roots(unsigned char* codes, const Vector (&roots)[kParts], const Bits (&noise)[kParts],
+                                    float scale) {
     if (!write_scale(codes, scale)) return;
     const Vector per_code = broadcast(255.0f / scale);
     for (int64_t p = 0; p < kParts; ++p) {
       const Vector least = smaller(roots[p] * broadcast(0x1.0p120f), broadcast(1.0f));
-      store_codes(codes + p * kWidth, larger(roots[p] * per_code, least));
+      store_codes(codes + p * kWidth, larger(roots[p] * per_code + shift_of(noise[p] >> 17), least));
     }
   }
 };
@@ -97,24 +121,10 @@ struct Bf16Moments {
                               const Vector (&square)[kParts], const Vector (&)[kParts], uint32_t key, bool stream) {
     for (int64_t p = 0; p < kParts; ++p) {
       const Bits a = plain_bits(average[p]), s = plain_bits(square[p]);
-      const Bits noise = mixed((s ^ (a << 16)) + key);
+      const Bits noise = noise_of(a, s, key);
       store(reinterpret_cast<uint16_t*>(averages) + p * kWidth, upper_halves(a + (noise & 0xFFFFu)), stream);
       store(reinterpret_cast<uint16_t*>(squares) + p * kWidth, upper_halves(s + (noise >> 16)), stream);
     }
-  }
-
-  // The bits of numbers: one NaN for all, and zero for what is subnormal.
-  ZS_INLINE static Bits plain_bits(Vector value) {
-    const Bits bits = bits_of(value), size = bits & 0x7FFFFFFFu, zero = bits ^ bits;
-    const Bits number = size <= 0x007FFFFFu ? zero : bits;
-    return value == value ? number : zero + 0x7FC00000u;
-  }
-
-  // Every bit of the result depends on all bits.
-  ZS_INLINE static Bits mixed(Bits bits) {
-    bits = (bits ^ (bits >> 16)) * 0x21F0AAADu;
-    bits = (bits ^ (bits >> 15)) * 0x735A2D97u;
-    return bits ^ (bits >> 15);
   }
 };
 

@@ -80,6 +80,7 @@ ZS_INLINE __m128i lower_halves(__m256i bits) {
 }
 
 ZS_INLINE Bits bits_of(Vector a) { return (Bits)_mm256_castps_si256(a); }
+ZS_INLINE Vector numbers_of(Bits a) { return _mm256_cvtepi32_ps((__m256i)a); }
 ZS_INLINE HalfVector upper_halves(Bits a) { return lower_halves((__m256i)(a >> 16)); }
 
 // bits where the number is one, else nan.

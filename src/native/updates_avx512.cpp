@@ -71,6 +71,7 @@ ZS_INLINE void store_codes(unsigned char* to, Vector value) {
 }
 
 ZS_INLINE Bits bits_of(Vector a) { return (Bits)_mm512_castps_si512(a); }
+ZS_INLINE Vector numbers_of(Bits a) { return _mm512_cvtepi32_ps((__m512i)a); }
 ZS_INLINE HalfVector upper_halves(Bits a) { return _mm512_cvtepi32_epi16((__m512i)(a >> 16)); }
 
 // bits where the number is one, else nan.

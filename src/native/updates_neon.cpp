@@ -65,6 +65,7 @@ ZS_INLINE void store_codes(unsigned char* to, Vector value) {
 }
 
 ZS_INLINE Bits bits_of(Vector a) { return (Bits)vreinterpretq_u32_f32(a); }
+ZS_INLINE Vector numbers_of(Bits a) { return vcvtq_f32_u32((uint32x4_t)a); }
 ZS_INLINE HalfVector upper_halves(Bits a) { return vshrn_n_u32((uint32x4_t)a, 16); }
 
 // bits where the number is one, else nan.

@@ -147,10 +147,10 @@ def test_zeros_are_zero_bytes(moment: Moment) -> None:
     assert not coded.any() and coded.nbytes == {torch.uint8: 2 * 68, torch.bfloat16: 200}[moment.dtype]
 
 
-# -- the dither of bf16 --
+# -- the dither --
 
 
-def test_numbers_are_rounded_up_as_often_as_their_lower_half_says() -> None:
+def test_bf16_numbers_are_rounded_up_as_often_as_their_lower_half_says() -> None:
     numel = 1 << 20
     zeros = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
     gradient = torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1.0
@@ -167,6 +167,26 @@ def test_numbers_are_rounded_up_as_often_as_their_lower_half_says() -> None:
             assert abs(went_up[chosen].float().mean() - expected) < 5 * deviation + 1e-5
 
 
+@each_int8
+def test_int8_codes_are_rounded_up_as_often_as_their_fraction_says(moment: Moment) -> None:
+    numel = 1 << 20
+    values = torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 0.01
+    values[::BLOCK] = 2.0  # the scale of each block
+    gradient = values if moment is INT8_AVERAGE else values * 0.05**-0.5  # beta1 is 0, beta2 0.95
+    columns = [state(torch.zeros(numel), each) for each in MOMENT_CODECS["int8"]]
+    update(RULES["no decay, no eps"], gradient, (torch.zeros(numel), *columns))
+    codes = columns[moment is INT8_SQUARES].view(-1, 68)[:, :BLOCK].flatten()
+    exact = values / (2.0 + values) * 254 if moment is INT8_AVERAGE else values * 127.5
+    assert (codes.view(-1, BLOCK)[:, 0] == (127 if moment is INT8_AVERAGE else 255)).all()
+    assert ((codes - exact).abs() < 1.001).all()
+    part = exact.frac()
+    for low in torch.arange(8) / 8:
+        chosen = (part >= low + 0.001) & (part < low + 1 / 8 - 0.001)
+        expected = part[chosen].mean()
+        deviation = (expected * (1 - expected) / chosen.sum()).sqrt()
+        assert abs((codes[chosen] > exact[chosen]).float().mean() - expected) < 5 * deviation + 1e-4
+
+
 def stepped(arrays_of: list[Tensor], num_steps: int, *, varies: bool, rounds: bool = False) -> list[Tensor]:
     """Both moments after these steps; `rounds` rounds them to nearest bf16 after each."""
     generator = torch.Generator().manual_seed(1)
@@ -178,16 +198,20 @@ def stepped(arrays_of: list[Tensor], num_steps: int, *, varies: bool, rounds: bo
         update(rule, gradient.bfloat16(), arrays_of)
         for state_ in arrays_of[1:] if rounds else ():
             state_.copy_(state_.bfloat16())
-    return [state_.float() for state_ in arrays_of[1:]]
+    return arrays_of[1:]
 
 
+@each_codec
 @pytest.mark.parametrize("varies", [True, False])
-def test_dithered_moments_follow_fp32_where_rounded_ones_stand_still(varies: bool) -> None:
+def test_dithered_moments_follow_fp32_where_rounded_ones_stand_still(varies: bool, codec: str) -> None:
     numel = 2000
     begin = [torch.zeros(numel), torch.zeros(numel), torch.full((numel,), 4.0)]  # the gradients have become smaller
     _, exact = stepped([array.clone() for array in begin], 3000, varies=varies)
     _, rounded = stepped([array.clone() for array in begin], 3000, varies=varies, rounds=True)
-    average, dithered = stepped([begin[0].clone(), *(array.bfloat16() for array in begin[1:])], 3000, varies=varies)
+    columns = [state(array, moment) for array, moment in zip(begin[1:], MOMENT_CODECS[codec], strict=True)]
+    columns = stepped([begin[0].clone(), *columns], 3000, varies=varies)
+    pairs = zip(columns, MOMENT_CODECS[codec], strict=True)
+    average, dithered = (decode_moments(column, moment, numel) for column, moment in pairs)
     assert rounded.mean() > 3 * exact.mean(), "rounded to nearest, they stand still"
     ratio = dithered / exact
     if varies:

@@ -47,23 +47,6 @@ def _store_codes(coded, block, codes, scale, mask):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _store_int8(averages, squares, block, m, r, mask):  # type: ignore[no-untyped-def]
-    scale = _scale(m, 7.888609052210118e-31)  # 2^-100
-    divisor = tl.where(scale > 0.0, scale, 1.0)
-    _store_codes(averages, block, tl.div_rn(m, divisor[:, None] + tl.abs(m)) * 254.0, scale, mask)
-    scale = _scale(r, 5.551115123125783e-17)  # 2^-54
-    divisor = tl.where(scale > 0.0, scale, 1.0)
-    per_code = tl.div_rn(tl.full((BLOCKS,), 255.0, tl.float32), divisor)
-    least = tl.minimum(r * 1.329227995784916e36, 1.0)  # 2^120: 1 unless the root is zero
-    _store_codes(squares, block, tl.maximum(r * per_code[:, None], least), scale, mask)
-
-
-@triton.jit
-def _load_bf16(state, places, within):  # type: ignore[no-untyped-def]
-    return (tl.load(state + places, mask=within, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _plain_bits(numbers):  # type: ignore[no-untyped-def]
     bits = numbers.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -72,15 +55,40 @@ def _plain_bits(numbers):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_bf16(averages, squares, places, m, v, key, within):  # type: ignore[no-untyped-def]
-    m = _plain_bits(m)
-    v = _plain_bits(v)
-    noise = (v ^ (m << 16)) + key.to(tl.uint32, bitcast=True)
+def _noise(m, v, key):  # type: ignore[no-untyped-def]
+    noise = (_plain_bits(v) ^ (_plain_bits(m) << 16)) + key.to(tl.uint32, bitcast=True)
     noise = (noise ^ (noise >> 16)) * 0x21F0AAAD
     noise = (noise ^ (noise >> 15)) * 0x735A2D97
-    noise = noise ^ (noise >> 15)
-    tl.store(averages + places, ((m + (noise & 0xFFFF)) >> 16).to(tl.int16), mask=within)
-    tl.store(squares + places, ((v + (noise >> 16)) >> 16).to(tl.int16), mask=within)
+    return noise ^ (noise >> 15)
+
+
+@triton.jit
+def _shift(noise):  # type: ignore[no-untyped-def]
+    return (2 * noise + 1).to(tl.int32).to(tl.float32) * 1.52587890625e-05 - 0.5  # 2^-16
+
+
+@triton.jit
+def _store_int8(averages, squares, block, m, r, noise, mask):  # type: ignore[no-untyped-def]
+    scale = _scale(m, 7.888609052210118e-31)  # 2^-100
+    divisor = tl.where(scale > 0.0, scale, 1.0)
+    codes = tl.div_rn(m, divisor[:, None] + tl.abs(m)) * 254.0 + _shift((noise & 0xFFFF) >> 1)
+    _store_codes(averages, block, codes, scale, mask)
+    scale = _scale(r, 5.551115123125783e-17)  # 2^-54
+    divisor = tl.where(scale > 0.0, scale, 1.0)
+    per_code = tl.div_rn(tl.full((BLOCKS,), 255.0, tl.float32), divisor)
+    least = tl.minimum(r * 1.329227995784916e36, 1.0)  # 2^120: 1 unless the root is zero
+    _store_codes(squares, block, tl.maximum(r * per_code[:, None] + _shift(noise >> 17), least), scale, mask)
+
+
+@triton.jit
+def _load_bf16(state, places, within):  # type: ignore[no-untyped-def]
+    return (tl.load(state + places, mask=within, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_bf16(averages, squares, places, m, v, noise, within):  # type: ignore[no-untyped-def]
+    tl.store(averages + places, ((_plain_bits(m) + (noise & 0xFFFF)) >> 16).to(tl.int16), mask=within)
+    tl.store(squares + places, ((_plain_bits(v) + (noise >> 16)) >> 16).to(tl.int16), mask=within)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -140,10 +148,11 @@ def _update(  # type: ignore[no-untyped-def]
     if WEIGHT:
         tl.store(weight + places, p.to(weight.dtype.element_ty), mask=within)
     _store_master(new_master, new_low, places, p, within, SPLIT)
+    noise = _noise(m, v, key)
     if BF16:
-        _store_bf16(new_averages, new_squares, places, m, v, key, within)
+        _store_bf16(new_averages, new_squares, places, m, v, noise, within)
     else:
-        _store_int8(new_averages, new_squares, block, m, r, mask)
+        _store_int8(new_averages, new_squares, block, m, r, noise, mask)
 
 
 def update(step: UpdateArguments, numbers: tuple[float, ...]) -> None:

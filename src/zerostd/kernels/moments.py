@@ -3,14 +3,17 @@
 int8: a state is a row of records, 64 codes and one fp32 scale, the largest magnitude among 64 numbers. `exp_avg` is
 companded by softsign, so that small numbers beside a large one keep their digits. Of `exp_avg_sq` the root is coded.
 
-bf16: a state is a row of bf16 numbers. At beta2=0.999 a step changes `exp_avg_sq` by less than half a unit of bf16, so
-rounded to nearest it would stand still. An update therefore dithers. It rounds a number up or down at random, and the
-nearer neighbour is as much more likely as it is nearer. The random bits are a hash of both moments of the element and
-of the step. So they need no index, and do not depend on where in a tensor, a shard or a tile an element lies.
+bf16: a state is a row of bf16 numbers.
+
+At beta2=0.999 a step changes `exp_avg_sq` by less than half a unit of either, so rounded to nearest it would not fall
+when gradients become smaller. An update therefore dithers. It rounds a number up or down at random, and the nearer
+neighbour is as much more likely as it is nearer. The random bits are a hash of both moments of the element and of the
+step. So they need no index, and do not depend on where in a tensor, a shard or a tile an element lies.
 
 The bits are the same in src/native/update_moments.h and in `device_moments.py`: each operation rounds separately, roots
-and quotients are rounded correctly, codes to nearest even. Decoded numbers get the same codes when they are coded
-again, so checkpoints store numbers. `kernels.update` takes such states in place of fp32 ones.
+and quotients are rounded correctly. Without an update, numbers are rounded to nearest even. Decoded numbers get the
+same codes when they are coded again, so checkpoints store numbers. `kernels.update` takes such states in place of fp32
+ones.
 """
 
 import functools
@@ -41,7 +44,7 @@ class Moment:
     dtype: torch.dtype  # of the memory, where it tells which way it is
     block: int  # numbers that are coded together
     record: int  # elements of the memory for one block
-    encode: Callable[[Tensor, Tensor], None]  # a row of fp32 numbers, and where its records go
+    encode: Callable[[Tensor, Tensor, Tensor | None], None]  # fp32 numbers, where records go; 16 random bits for each
     decode: Callable[[Tensor, int], Tensor]  # records, and the number of fp32 numbers to return
 
     def num_elements(self, numel: int) -> int:
@@ -63,7 +66,7 @@ def encode_moments(values: Tensor, moment: Moment, coded: Tensor) -> None:
     """Write the records of a row of fp32 numbers to `coded`, `moment.num_elements(values.numel())` elements."""
     for start in range(0, values.numel(), TILE):
         tile = values[start : start + TILE]
-        moment.encode(tile, coded[moment.num_elements(start) :][: moment.num_elements(tile.numel())])
+        moment.encode(tile, coded[moment.num_elements(start) :][: moment.num_elements(tile.numel())], None)
 
 
 @torch.no_grad()
@@ -77,18 +80,26 @@ def decode_moments(coded: Tensor, moment: Moment, numel: int) -> Tensor:
     return numbers
 
 
-def _encode_average(numbers: Tensor, coded: Tensor) -> None:
+def _encode_average(numbers: Tensor, coded: Tensor, noise: Tensor | None) -> None:
     rows, scales = _rows_and_scales(numbers, LEAST_AVERAGE)
-    codes = rows / (_divisors(scales) + rows.abs()) * 254.0
+    codes = rows / (_divisors(scales) + rows.abs()) * 254.0 + _shifts(noise)
     _write_records(codes, scales, torch.int8, coded)
 
 
-def _encode_squares(squares: Tensor, coded: Tensor) -> None:
+def _encode_squares(squares: Tensor, coded: Tensor, noise: Tensor | None) -> None:
     """Write the records of the roots. A root above zero has a code above zero."""
     rows, scales = _rows_and_scales(_root(squares), LEAST_ROOT)
     per_code = torch.full_like(scales, 255.0) / _divisors(scales)
-    codes = torch.maximum(rows * per_code, (rows * 2.0**120).clamp_(max=1.0))
+    codes = torch.maximum(rows * per_code + _shifts(noise), (rows * 2.0**120).clamp_(max=1.0))
     _write_records(codes, scales, torch.uint8, coded)
+
+
+def _shifts(noise: Tensor | None) -> Tensor | float:
+    """Return what is added to codes before they are rounded: a number between -1/2 and 1/2, and neither of these."""
+    if noise is None:
+        return 0.0
+    rows = torch.nn.functional.pad(noise >> 1, (0, -noise.numel() % BLOCK)).view(-1, BLOCK)
+    return (2 * rows + 1).float() * 2.0**-16 - 0.5
 
 
 def _rows_and_scales(numbers: Tensor, least: float) -> tuple[Tensor, Tensor]:
@@ -130,9 +141,11 @@ def _root(squares: Tensor) -> Tensor:
     return squares.double().sqrt().float()  # a root in double rounds to the nearest fp32
 
 
-def _encode_bf16(numbers: Tensor, coded: Tensor) -> None:
-    """Write numbers rounded to nearest; those of a checkpoint are bf16 already."""
-    coded.copy_(_plain(numbers))
+def _encode_bf16(numbers: Tensor, coded: Tensor, noise: Tensor | None) -> None:
+    numbers = _plain(numbers)
+    if noise is not None:
+        numbers = ((_bits(numbers) + noise) >> 16 << 16).to(torch.int32).view(torch.float32)
+    coded.copy_(numbers)
 
 
 def _decode_bf16(coded: Tensor, numel: int) -> Tensor:
@@ -144,16 +157,18 @@ def _plain(numbers: Tensor) -> Tensor:
     return numbers.masked_fill(numbers.abs() < LEAST_NUMBER, 0.0).masked_fill_(numbers.isnan(), math.nan)
 
 
-def _dithered(average: Tensor, square: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Return both moments rounded to bf16, as fp32 numbers."""
-    m, v = (_plain(numbers).view(torch.int32).to(torch.int64) & 0xFFFFFFFF for numbers in (average, square))
-    noise = ((v ^ (m << 16 & 0xFFFFFFFF)) + key) & 0xFFFFFFFF
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+
+def _noises(average: Tensor, square: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Return 16 random bits for each number of both moments."""
+    noise = _bits(_plain(square)) ^ (_bits(_plain(average)) << 16 & 0xFFFFFFFF)
+    noise = (noise + key) & 0xFFFFFFFF
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         noise = ((noise ^ (noise >> shift)) * factor) & 0xFFFFFFFF
     noise = noise ^ (noise >> 15)
-    rounded = (((m + (noise & 0xFFFF)) >> 16 << 16), ((v + (noise >> 16)) >> 16 << 16))
-    dithered_average, dithered_square = (bits.to(torch.int32).view(torch.float32) for bits in rounded)
-    return dithered_average, dithered_square
+    return noise & 0xFFFF, noise >> 16
 
 
 INT8_AVERAGE = Moment("average", torch.uint8, BLOCK, BLOCK + 4, _encode_average, _decode_average)
@@ -213,12 +228,11 @@ def _update_tile(step: UpdateArguments, tile: slice) -> None:
     if rule.weight_decay != 0 and rule.decoupled:
         master = master * by.decay
     master = master + average * by.rate / (_root(square) + by.eps)
-    if pair[0] is BF16:
-        average, square = _dithered(average, square, rule.key)
+    noises = _noises(average, square, rule.key)
     target, *coded = step.target
-    for numbers, moment, column in zip((average, square), pair, coded, strict=True):
+    for numbers, moment, column, noise in zip((average, square), pair, coded, noises, strict=True):
         assert isinstance(column, Tensor)
-        moment.encode(numbers, column[records])
+        moment.encode(numbers, column[records], noise)
     if step.weight is not None:
         step.weight[tile] = master
     if isinstance(target, Split):
