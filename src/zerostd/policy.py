@@ -213,7 +213,8 @@ class Placement:
 
     `codec={"gather": "int8", "reduce": "int8"}` sends parameters and gradients as 8-bit codes.
     `codec={"optimizer_states": "int8"}` keeps the moments of Adam and AdamW as 8-bit codes, in blocks of 64 with one
-    scale each: 2.125 bytes per parameter instead of 8, in every tier and over every link. Both are lossy, and need
+    scale each: 2.125 bytes per parameter instead of 8, in every tier and over every link. With "bf16" they take 4
+    bytes, and updates round them up or down at random, so that small changes add up. All of these are lossy, and need
     `prepare(exact=False)`. `codec={"parameters": "lossless"}` packs frozen parameters on disk: 0.67 of bf16's bytes.
 
     `secondary_shards=True` is for stage 3 with a mesh of (nodes, ranks per node). All ranks share the model state. From

@@ -389,7 +389,7 @@ class Flat:
             yield Kind.PARAMETERS, self.rest.extent.num_bytes, self.rest.extent.held_bytes
         for tensor in (tensor for shard in self.state_shards for tensor in shard.tensors.values()):
             if isinstance(tensor, CodedTensor):
-                yield Kind.OPTIMIZER_STATES, tensor.numel * tensor.dtype.itemsize, tensor.codes.numel
+                yield Kind.OPTIMIZER_STATES, 4 * tensor.numel, tensor.moment.num_bytes(tensor.numel)
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

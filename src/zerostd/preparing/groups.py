@@ -115,7 +115,7 @@ def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> S
 
     def allocate_column(dtype: torch.dtype | Moment) -> TierTensor:
         if isinstance(dtype, Moment):
-            return CodedTensor(take(Moment.num_bytes(portion.numel), torch.uint8), dtype, portion.numel)
+            return CodedTensor(take(dtype.num_elements(portion.numel), dtype.dtype), dtype, portion.numel)
         return take(portion.numel, dtype)
 
     columns = allocate(plan.columns(portion))

@@ -12,18 +12,20 @@ from zerostd.communication import World, coded_wires
 from zerostd.communication.world import shape_of, thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError
+from zerostd.kernels import MOMENT_CODECS
 from zerostd.measuring.identity import choose_device, device_of, parse_device
 from zerostd.optimizers.elementwise import check_elementwise, find_states, written_options
 from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
 from zerostd.planning import Plan
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import LOSSLESS, Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
-from zerostd.preparing.homes import PACKED, FlatPlan, Rules
-from zerostd.sharding.portions import default_cpu_share
+from zerostd.preparing.homes import PACKED, FlatPlan, Rules, moments_of
+from zerostd.sharding.portions import BYTES_STREAMED, UNIT, default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 from zerostd.tiers.packing import coder
 
-CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",), "parameters": (LOSSLESS,)}  # by what is coded
+CODECS = coded_wires.CODECS | {"optimizer_states": tuple(MOMENT_CODECS), "parameters": (LOSSLESS,)}  # by what is coded
+LOW_BYTES = 2  # of an element's master that its parameter does not hold
 
 
 def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
@@ -52,7 +54,7 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         check_placement(settings, settings.placement)
     given = settings.placement or settings.plan
     if given is not None and "optimizer_states" in given.codec:
-        _check_coded_states(settings, model, optimizer)
+        _check_coded_states(settings, model, optimizer, given.codec["optimizer_states"])
     elif given is None and not settings.exact:
         settings = replace(settings, exact=not _can_code_states(settings, model, optimizer))
     if settings.servers is not None:
@@ -223,15 +225,17 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
 
 def _can_code_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
     try:
-        _check_coded_states(settings, model, optimizer)
+        _check_coded_states(settings, model, optimizer, "int8")
     except PrepareError:
         return False
     return settings.servers is None
 
 
-def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_coded_states(
+    settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None, codec: str
+) -> None:
     """Refuse optimizers and parameters whose states cannot be kept as codes."""
-    given = f"codec={{{Kind.OPTIMIZER_STATES.value!r}: 'int8'}}"
+    given = f"codec={{{Kind.OPTIMIZER_STATES.value!r}: {codec!r}}}"
     if optimizer is None:
         raise PrepareError(f"{given} needs the optimizer, whose states it codes: pass it to prepare")
     name = type(optimizer).__name__
@@ -321,12 +325,13 @@ def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint])
     if Tier.DISK in placement.shares(Kind.PARAMETERS):
         share = 1.0  # new parameters go to the disk from the host
     if share is None:
+        coded_bytes = sum(moment.num_bytes(UNIT) / UNIT for moment in moments_of(placement).values())
         share = default_cpu_share(
             num_threads(world),
             has_link=has_own_memory,
             parameters_off=1.0 - placement.shares(Kind.PARAMETERS).get(Tier.DEVICE, 0.0),
             gradients_off=1.0 - placement.shares(Kind.GRADIENTS).get(Tier.DEVICE, 0.0),
-            codes_states="optimizer_states" in placement.codec,
+            state_bytes=LOW_BYTES + coded_bytes if coded_bytes else BYTES_STREAMED,
         )
     return Rules(
         rank=world.shard_rank,
