@@ -179,8 +179,8 @@ def _unless_refused() -> Iterator[None]:
 
 
 def bytes_of(values: torch.Tensor) -> Bytes:
-    """Return the bytes of a contiguous tensor on the host, which share its memory. `Tensor.numpy` is not used: memory of
-    which it has made an array can never be given back, as `zerostd.sleep` and gathered groups do."""
+    """Return the bytes of a contiguous tensor on the host, which share its memory. `Tensor.numpy` marks memory that can
+    never be given back, as `zerostd.sleep` does."""
     flat = values.view(-1).view(torch.uint8)
     if not len(flat):
         return numpy.empty(0, numpy.uint8)
