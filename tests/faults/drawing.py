@@ -146,4 +146,5 @@ def _with_feature(seed: int, choice: random.Random, device: str) -> Fault:
     # Nodes of two ranks; and with codes a shard begins at a multiple of 64 elements, so further ranks may have nothing.
     world_size = {"secondary shards": 4, "coded moments": 2}.get(feature, fault.job.world_size)
     job = replace(fault.job, stage=choice.choice(FEATURES[feature]), world_size=world_size, feature=feature)
-    return replace(fault, seed=seed, job=job, rank=fault.rank % world_size)
+    rank = 0 if fault.kind == "file overwritten" else fault.rank % world_size  # the last of four may have padding only
+    return replace(fault, seed=seed, job=job, rank=rank)
