@@ -23,7 +23,7 @@ from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
-from zerostd.errors import MisuseError, PrepareError
+from zerostd.errors import MisuseError, PrepareError, check_flag
 from zerostd.measuring.identity import device_for
 from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
@@ -209,10 +209,10 @@ def averaged(
     Returns:
         The average. Evaluate with it inside `with average.applied():`; get it with `zerostd.full_state_dict(average)`.
     """
-    home = None if tier is None else Tier.parse(tier)
     runtime = runtime_of(model, "averaged")
+    options = AverageOptions(decay, start, every, None if tier is None else Tier.parse(tier), use_buffers)
     add_masters(runtime)
-    return make_average(runtime, AverageOptions(decay, start, every, home, use_buffers))
+    return make_average(runtime, options)
 
 
 @contextlib.contextmanager
@@ -222,6 +222,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     Collective: every rank must enter it.
     """
     runtime = owner_of(module)
+    check_flag("write", write, MisuseError)
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
     if write:
@@ -357,7 +358,7 @@ def save_dcp(
 
     place_of(path, "path")
     runtime = runtime_of(model, "save_dcp")
-    return dcp.save_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, is_async=not wait)
+    return dcp.save_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, wait=wait)
 
 
 def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:

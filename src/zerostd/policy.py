@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import fnmatch
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zerostd.errors import OTHER_NAMES, PrepareError, hint_for
+from zerostd.errors import OTHER_NAMES, PrepareError, check_flag, hint_for, is_number, is_whole
 
 MOST_RANKS = 10**7  # also passes of a step, and samples
 LOSSLESS = "lossless"  # the codec that changes no result
@@ -33,7 +34,7 @@ class Stage(enum.IntEnum):
     @classmethod
     def parse(cls, value: int | Stage) -> Stage:
         """Return the stage that `value` stands for, or raise an error that lists the four there are."""
-        if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(cls):
+        if not is_whole(value) or value not in tuple(cls):
             raise PrepareError(
                 f"stage={value!r} is not a ZeRO stage; use 0 (data parallel), 1 (shard optimizer states), "
                 "2 (also gradients) or 3 (also parameters)"
@@ -176,8 +177,8 @@ class Precision:
 def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        hint = hint_for(unknown[0], known)
-        raise PrepareError(f"{option}={dict(given)!r}: unknown field {unknown[0]!r}; {hint}use one of {known}")
+        unknown_field = f"unknown field {unknown[0]!r}; {hint_for(unknown[0], known)}use one of {known}"
+        raise PrepareError(f"{option}={dict(given)!r}: {unknown_field}")
 
 
 Share = str | Mapping[str, float]
@@ -255,8 +256,10 @@ class Placement:
         for given in activations.values() if self._goes_by_group else [activations]:
             self._check("activations", given, [way.value for way in Way], "a way for activations")
         share = self.cpu_share
-        if share is not None and (not isinstance(share, int | float) or not 0.0 <= share <= 1.0):
+        if share is not None and not (is_number(share) and 0.0 <= share <= 1.0):
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
+        for name in ("speculate", "keep_gradients", "secondary_shards"):
+            check_flag(f"Placement: {name}", getattr(self, name))
 
     def bits(self, name: str) -> int | None:
         """Return the bits of a code; None if there is no codec of this name."""
@@ -353,7 +356,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_bytes(value: int | str) -> int:
     """Return the bytes of an integer or a text with a unit: 24GiB, 500MB."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if is_whole(value):
         return value
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match.group(2).upper() not in _UNITS:
@@ -391,3 +394,5 @@ class Budget:
     def __post_init__(self) -> None:
         for size in (self.device, self.host, self.disk):
             limit_of(size)
+        if not isinstance(self.disk_path, str | os.PathLike | None) or "\x00" in str(self.disk_path):
+            raise PrepareError(f"Budget(disk_path={self.disk_path!r}) must be the path of a directory")

@@ -77,6 +77,10 @@ def load_in_two_phases(
         for shard in (shard for flat in group.flats for shard in flat.state_shards):
             shard.seals.clear()  # files are read past torch
         runtime.renew(group)
+    updates = None if runtime.optimizer is None else runtime.optimizer.backward_updates
+    if runtime.gradients.refusal is not None and updates is not None and runtime.optimizer is not None:
+        updates.forget()
+        runtime.optimizer.zero_grad()
     return checked
 
 

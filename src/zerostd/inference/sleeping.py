@@ -39,6 +39,8 @@ def sleep(model: nn.Module) -> None:
     with runtime.turn:
         _check_idle(runtime)
         runtime.wait_gradients()
+        if runtime.gradients.refusal is not None:
+            raise MisuseError(f"zerostd.sleep(): {runtime.gradients.refusal}")
         runtime.finish_updates()
         runtime.gatherer.wait_all()
         runtime.gatherer.drop_kept(runtime.groups)

@@ -11,7 +11,7 @@ from torch import nn
 from zerostd.communication import World, coded_wires
 from zerostd.communication.world import shape_of, thread_budget
 from zerostd.engine.settings import Settings
-from zerostd.errors import NotSupportedError, PrepareError
+from zerostd.errors import NotSupportedError, PrepareError, check_flag, is_number, is_whole
 from zerostd.kernels import MOMENT_CODECS
 from zerostd.measuring.identity import choose_device, device_of, parse_device
 from zerostd.optimizers.elementwise import check_elementwise, find_states, written_options
@@ -24,6 +24,7 @@ from zerostd.sharding.portions import BYTES_STREAMED, UNIT, default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 from zerostd.tiers.packing import coder
 
+FLOATS = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes to compute and to reduce in
 CODECS = coded_wires.CODECS | {"optimizer_states": tuple(MOMENT_CODECS), "parameters": (LOSSLESS,)}  # by what is coded
 LOW_BYTES = 2  # of an element's master that its parameter does not hold
 
@@ -33,15 +34,18 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     if settings.plan is not None and (settings.stage is not None or settings.placement is not None):
         raise PrepareError("plan= replaces stage= and placement=: leave them out, or the plan")
     accumulate = settings.accumulate
-    if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
+    if accumulate is not None and not is_whole(accumulate, 1):
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
     if settings.reduce not in ("mean", "sum"):
         raise PrepareError(f"reduce={settings.reduce!r} must be 'mean' or 'sum', of gradients over ranks")
-    if not isinstance(settings.exact, bool):
-        raise PrepareError(f"exact={settings.exact!r} must be True, or False to allow lossy codes")
+    check_flag("exact", settings.exact)
     norm = settings.max_grad_norm
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
+    if norm is not None and not (is_number(norm) and norm > 0):
         raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out to train without clipping")
+    check_flag("Precision: scales_loss", settings.precision.scales_loss)
+    for dtype in (settings.precision.compute, settings.precision.reduce):
+        if dtype not in FLOATS:
+            raise PrepareError(f"Precision: {dtype!r} must be None or a floating-point dtype of 16 bits or more")
     check_model(model)
     settings = replace(settings, has_optimizer=optimizer is not None)
     if optimizer is not None:
@@ -74,7 +78,7 @@ def target_device(model: nn.Module, device: torch.device | str) -> torch.device:
 def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
     """Refuse options that do not go with parameter servers."""
     servers = settings.servers
-    if isinstance(servers, bool) or not isinstance(servers, int) or servers < 1:
+    if not is_whole(servers, 1):
         raise PrepareError(f"servers={servers!r} must be a whole number of ranks; leave it out for no servers")
     given = {"stage": settings.stage, "plan": settings.plan, "mesh": settings.mesh}
     for name, value in given.items():
@@ -123,8 +127,6 @@ def check_placement(settings: Settings, placement: Placement) -> None:
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know its states: "
             "pass it to prepare"
         )
-    if not isinstance(placement.keep_gradients, bool):
-        raise PrepareError(f"Placement(keep_gradients={placement.keep_gradients!r}) must be True or False")
     if placement.speculate and (settings.accumulate is None or settings.max_grad_norm is None):
         raise PrepareError(
             "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
@@ -174,9 +176,7 @@ def check_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None)
 
 def _check_secondary(settings: Settings, placement: Placement) -> None:
     """Refuse secondary shards where no gather could stay inside a node because of them."""
-    given = f"Placement(secondary_shards={placement.secondary_shards!r})"
-    if not isinstance(placement.secondary_shards, bool):
-        raise PrepareError(f"{given} must be True, to keep a secondary shard of gathered parameters, or False")
+    given = "Placement(secondary_shards=True)"
     if not placement.secondary_shards:
         return
     if settings.servers is not None:

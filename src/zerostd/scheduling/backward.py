@@ -43,6 +43,8 @@ class GroupUpdates(Protocol):
 
     def start(self, group: Group) -> None: ...
 
+    def abandon(self) -> None: ...  # the pass has failed
+
 
 class BackwardPass:
     """Tracks the progress of the running pass, group by group."""
@@ -187,6 +189,8 @@ class Backward:
             self.gatherer.wires.in_backward = False
             self._pass = None
             self.gatherer.turn.end_pass()
+            if self.group_updates is not None:
+                self.group_updates.abandon()
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
     def arrived(self, trained: TrainedParameter, parameter: nn.Parameter) -> None:

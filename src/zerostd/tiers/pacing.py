@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from zerostd.errors import PrepareError
+from zerostd.errors import PrepareError, is_number
 
 
 class Priority(enum.IntEnum):
@@ -47,7 +47,7 @@ class LinkPace:
     """The pace of background work on one link. `share` is `Budget(background=...)`; None: it never stops."""
 
     def __init__(self, share: float | None = None) -> None:
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        if share is not None and not (is_number(share) and 0 < share <= 1):
             raise PrepareError(
                 f"Budget(background={share!r}) must be above 0 and at most 1: the part of the disk's time that "
                 "background work may take while other transfers use it. None: no limit"
