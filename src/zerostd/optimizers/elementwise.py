@@ -33,6 +33,8 @@ NEEDS_WHOLE = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it needs sparse gradients, and shards are dense",
     "LARS": "its trust ratio needs the norm of each whole tensor",
+    "AdamP": "it projects updates by the direction of each whole tensor",
+    "SGDP": "it projects updates by the direction of each whole tensor",
     "LAMB": "its trust ratio needs the norm of each whole tensor",
     "Shampoo": "its preconditioners need whole matrices",
     "SOAP": "its preconditioners need whole matrices",
@@ -56,7 +58,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"optimizer {name} failed on a trial update of a flat tensor with the options of param_groups[{index}],"
                 f" so it cannot run on shards: {type(error).__name__}: {error}"
             ) from error
-        if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7):
+        if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7, equal_nan=True):
             raise PrepareError(
                 f"optimizer {name} cannot run on shards: with the options of param_groups[{index}], updating a tensor "
                 "whole and in two pieces gave different results (largest difference "
@@ -104,8 +106,9 @@ def _trials(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, Trial]]
 def _trial(
     optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] = (), *, is_warm: bool = False
 ) -> Trial:
-    """Take two steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of `lengths`.
-    If `is_warm`, a learning rate of 0, with which warm-ups begin, is replaced: it would change no number.
+    """Take steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of `lengths`.
+    If `is_warm`, a learning rate of 0, with which warm-ups begin, is replaced: it would change no number. And there are
+    more steps than two, until averages of gradients and gradients have different signs.
     Returns the numbers afterwards, the states of the first tensor, and the param_group."""
     numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float32).sin()
     tensors = numbers.split(list(lengths)) if lengths else [numbers.reshape(4, 6)]
@@ -119,7 +122,7 @@ def _trial(
     trial = clone_optimizer(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = [{**group, "params": parameters}]
-    for step in range(2):
+    for step in range(6 if is_warm else 2):
         gradient = (torch.arange(24, dtype=torch.float32) * (step + 1)).cos()
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).clone()
