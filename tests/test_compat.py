@@ -347,6 +347,20 @@ def test_metadata_are_functions_that_need_no_values():
     assert not {torch.Tensor.add_, torch.Tensor.detach, torch.Tensor.data.__get__, torch.add} & compat.METADATA
 
 
+def test_traces_and_exports_are_noticed():
+    class Noticing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(compat.is_traced())
+            return x + 1
+
+    seen: list[bool] = []
+    model = Noticing()
+    torch.jit.trace(model, torch.ones(2), check_trace=False)
+    torch.export.export(model, (torch.ones(2),))
+    model(torch.ones(2))
+    assert seen[0] and seen[-2] and not seen[-1]
+
+
 def test_transforms_are_noticed_and_can_be_left():
     seen = []
 

@@ -275,6 +275,11 @@ def is_below_autograd() -> bool:
     return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView))
 
 
+def is_traced() -> bool:
+    """Return whether torch.jit.trace or torch.export records a forward now."""
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+
+
 def in_transform() -> bool:
     """Return whether a transform of torch.func, such as grad or vmap, runs now."""
     return torch._C._functorch.peek_interpreter_stack() is not None

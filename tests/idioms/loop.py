@@ -47,6 +47,8 @@ THEMES = [
     "wrappers",
     "surgery",
     "recipes",
+    "nesting",
+    "tools",
 ]
 BATCH = 8
 

@@ -175,6 +175,7 @@ def _tolerance(idiom: Idiom, form: Form) -> float:
 
 ROUNDED_FAR = {  # what rounding alone moves further than that: compared with plain torch in bf16
     "clamp_a_temperature": "a temperature in bf16 has three digits, and the loss is steep in it",
+    "optimizers_of_less_use": "Rprop steps by the signs of gradients, and the smallest are rounded to either sign",
 }
 
 
@@ -190,6 +191,7 @@ THEIR_REFUSALS = {  # of numpy and torch, which we make them raise; the table na
     "is read-only": "Write to the parameter: `p.copy_(torch.from_numpy(array))` under `torch.no_grad()`",
     "has weakref associated with it": "Exchange values: `p.copy_(values)` under `torch.no_grad()`",
     "Got unsupported ScalarType BFloat16": "NumPy has no bf16: read `p.float()`",
+    "None is covering the entire storage": "Save `zerostd.full_state_dict(model)` with `safetensors.torch.save_file`",
 }
 
 

@@ -298,6 +298,23 @@ class Lamb(torch.optim.Optimizer):
 TrustRatio = type("TrustRatio", (Lamb,), {})
 
 
+class Cautious(torch.optim.Optimizer):
+    """Lion that leaves out where momentum and gradient differ in sign, and scales the rest up. The first steps tell
+    nothing, because both agree everywhere."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            update = momentum.lerp(p.grad, 0.1)
+            momentum.lerp_(p.grad, 0.01)
+            mask = (update * p.grad > 0).to(p.dtype)
+            p.sub_(0.01 * update.sign() * mask / mask.mean().clamp_min(1e-3))
+
+
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
@@ -309,8 +326,9 @@ TrustRatio = type("TrustRatio", (Lamb,), {})
             ("Muon", "orthogonalises"),
         ),
         (lambda model: TrustRatio(model.parameters()), ("TrustRatio", "not element-wise")),
+        (lambda model: Cautious(model.parameters()), ("Cautious", "not element-wise")),
     ],
-    ids=["LBFGS", "Adafactor", "SparseAdam", "Muon", "the user's"],
+    ids=["LBFGS", "Adafactor", "SparseAdam", "Muon", "the user's", "cautious"],
 )
 def test_optimizers_that_need_whole_tensors(rules, words):
     model = seeded(Net)

@@ -162,6 +162,30 @@ def memory_formats_and_sharing_are_refused(rank: int, stage: int) -> None:
     zerostd.release(model)
 
 
+def test_channels_last_trains_as_in_torch_and_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters become contiguous, and convolutions follow their inputs."""
+    results = []
+    for is_prepared in (False, True):
+        model: nn.Module = seeded(lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8)))
+        model = model.to(memory_format=torch.channels_last)
+        optimizer: Any = sgd(model)
+        if is_prepared:
+            model, optimizer = zerostd.prepare(model, optimizer, placement=zerostd.Placement())
+        for step in range(2):
+            x = data(3, 4 * 9 * 9, number=step).view(3, 4, 9, 9).to(memory_format=torch.channels_last)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(
+            {
+                name: value.clone()
+                for name, value in (zerostd.full_state_dict(model) if is_prepared else model.state_dict()).items()
+            }
+        )
+    assert_bitwise(results[1], results[0])
+    assert "1 of 4 parameters, such as '0.weight', are not contiguous" in caplog.text
+
+
 @fact()
 def state_dict_is_right_or_refused(rank: int, stage: int) -> None:
     model, optimizer = prepared(stage)

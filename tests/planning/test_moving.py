@@ -210,3 +210,24 @@ def on_ranks(rank: int, folder: str) -> list[str]:
 
 def test_on_two_ranks(ranks: Any, tmp_path: Path) -> None:
     agree(ranks(2, on_ranks, str(tmp_path)))
+
+
+def test_a_group_that_takes_more_when_recomputed_is_recomputed_after_states_have_moved() -> None:
+    """It holds nearly all activations: while it is recomputed they are all there, and its inputs beside them."""
+    torch.manual_seed(0)
+    wide = 4 * WIDTH
+    layers = [layer for _ in range(4) for layer in (nn.Linear(wide, wide), nn.GELU())]
+    model: nn.Module = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, wide)), nn.Sequential(*layers))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = Plan(PLANS["device"], activations={"0": "recompute", "1": "keep"})
+    model, optimizer = zerostd.prepare(model, optimizer, plan=before, groups=["*"])
+    runtime = model.__dict__["_zerostd"]
+    activations = runtime.backward.activations
+    activations.counter.is_on = True
+    train(model, optimizer, 1)
+    kept = activations.counted().total
+    change = HomeMove(runtime, Plan(PLANS["host"], activations={"0": "recompute", "1": "recompute"}))
+    assert activations.counted().total == kept
+    change.advance()
+    assert change.is_done and activations.counted().total > kept
+    train(model, optimizer, 1)

@@ -70,9 +70,11 @@ def plan_of(model: nn.Module) -> Plan:
 
 def off_by(plan: Plan, model: nn.Module) -> list[str]:
     """Tiers whose peak is above the prediction by more than a page a column, or more than 5 % below it. Where
-    parameters come from elsewhere it may be one group lower: none is brought ahead while its update is under way."""
+    parameters come from elsewhere it may be one group lower: none is brought ahead while its update is under way.
+    Likewise where gradients are freed: in a chain of groups, one group is updated before the next gradient lands."""
     peak, wrong = zerostd.memory(model).peak, []
     ahead = any(homes.parameters is not Tier.DEVICE for homes in plan.homes.values()) * GROUP_BYTES
+    ahead += (not plan.keep_gradients) * GROUP_BYTES * next(model.parameters()).element_size() // 4
     for tier in Tier:
         kept = plan.predicted.bytes.get(tier, {}).get(Kind.ACTIVATIONS, 0)  # of which the ledger does not know
         predicted, measured = plan.predicted.total(tier) - kept, sum(peak.get(tier.value, {}).values())

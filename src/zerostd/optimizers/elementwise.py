@@ -33,10 +33,14 @@ NEEDS_WHOLE = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it needs sparse gradients, and shards are dense",
     "LARS": "its trust ratio needs the norm of each whole tensor",
+    "AdamP": "it projects updates by the direction of each whole tensor",
+    "SGDP": "it projects updates by the direction of each whole tensor",
     "LAMB": "its trust ratio needs the norm of each whole tensor",
     "Shampoo": "its preconditioners need whole matrices",
     "SOAP": "its preconditioners need whole matrices",
 }
+ELEMENTWISE = "Use an element-wise optimizer such as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
+NO_KIND = ("params", "param_names", "lr", "initial_lr")  # options that no optimizer chooses its arithmetic by
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -44,23 +48,31 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     for known in type(optimizer).__mro__:
         if known.__name__ in NEEDS_WHOLE:
+            raise PrepareError(f"optimizer {name} cannot run on shards: {NEEDS_WHOLE[known.__name__]}. {ELEMENTWISE}")
+    for index in _distinct(optimizer):
+        try:
+            whole, _, _ = _trial(optimizer, index, is_warm=True)
+            pieces, _, _ = _trial(optimizer, index, lengths=(10, 14), is_warm=True)
+        except Exception as error:
             raise PrepareError(
-                f"optimizer {name} cannot run on shards: {NEEDS_WHOLE[known.__name__]}. Use an element-wise optimizer "
-                "such as AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam or RAdam"
+                f"optimizer {name} failed on a trial update of a flat tensor with the options of param_groups[{index}],"
+                f" so it cannot run on shards: {type(error).__name__}: {error}"
+            ) from error
+        if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7, equal_nan=True):
+            raise PrepareError(
+                f"optimizer {name} cannot run on shards: with the options of param_groups[{index}], updating a tensor "
+                "whole and in two pieces gave different results (largest difference "
+                f"{(whole - pieces).abs().max().item():.3g}), so it is not element-wise. {ELEMENTWISE}"
             )
-    try:
-        whole, _, _ = _trial(optimizer, 0)
-        pieces, _, _ = _trial(optimizer, 0, lengths=(10, 14))
-    except Exception as error:
-        raise PrepareError(
-            f"optimizer {name} failed on a trial update of a flat tensor, so it cannot run on shards: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7):
-        raise PrepareError(
-            f"optimizer {name} cannot run on shards: updating a tensor whole and in two pieces gave different results "
-            f"(largest difference {(whole - pieces).abs().max().item():.3g}), so it is not element-wise"
-        )
+
+
+def _distinct(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the first param_group of each kind of options: groups that differ in the learning rate are of one kind."""
+    kinds = {
+        str([(key, value) for key, value in group.items() if key not in NO_KIND]): index
+        for index, group in reversed(list(enumerate(optimizer.param_groups)))
+    }
+    return sorted(kinds.values())
 
 
 def written_options(optimizer: torch.optim.Optimizer) -> set[str]:
@@ -91,20 +103,26 @@ def _trials(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, Trial]]
             yield group, _trial(optimizer, index)
 
 
-def _trial(optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] = ()) -> Trial:
-    """Take two steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of `lengths`.
+def _trial(
+    optimizer: torch.optim.Optimizer, index: int, lengths: Sequence[int] = (), *, is_warm: bool = False
+) -> Trial:
+    """Take steps of a clone of `optimizer` on 24 fixed numbers, as one 4x6 matrix or as flat pieces of `lengths`.
+    If `is_warm`, a learning rate of 0, with which warm-ups begin, is replaced: it would change no number. And there are
+    more steps than two, until averages of gradients and gradients have different signs.
     Returns the numbers afterwards, the states of the first tensor, and the param_group."""
     numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float32).sin()
     tensors = numbers.split(list(lengths)) if lengths else [numbers.reshape(4, 6)]
     parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
     options = optimizer.param_groups[index].items()
     group: Options = {key: copy.deepcopy(value) for key, value in options if key != "params"}
+    if is_warm and not group.get("lr", 1.0):
+        group["lr"] = 0.01
     if "capturable" in group:
         group["capturable"] = False  # only devices can be, and this is no device
     trial = clone_optimizer(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = [{**group, "params": parameters}]
-    for step in range(2):
+    for step in range(6 if is_warm else 2):
         gradient = (torch.arange(24, dtype=torch.float32) * (step + 1)).cos()
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).clone()

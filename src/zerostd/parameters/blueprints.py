@@ -159,10 +159,15 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_wrapper(name: str, module: nn.Module) -> None:
-    """Refuse a module that is a wrapper which reduces gradients or shards parameters itself."""
+    """Refuse a module that takes no hooks, or is a wrapper which reduces gradients or shards parameters itself."""
+    where = f"submodule {name!r} of the model" if name else "the model"
+    if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+        raise PrepareError(
+            f"{where} is a torch.jit.ScriptModule, which takes no hooks: use the module that it was made of, and "
+            "script it after zerostd.release"
+        )
     wrappers = [base.__name__ for base in type(module).__mro__ if base.__name__ in WRAPPERS]
     if wrappers:
-        where = f"submodule {name!r} of the model" if name else "the model"
         raise PrepareError(
             f"{where} is wrapped in {wrappers[0]}, which {WRAPPERS[wrappers[0]]} as zerostd does: delete the line that "
             f"wraps it, pass the plain module, and write model instead of model.module. zerostd.prepare replaces "

@@ -15,7 +15,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerostd.compat import METADATA, OF_THE_GRAPH, in_transform, no_torch_function, version_of
+from zerostd.compat import METADATA, OF_THE_GRAPH, in_transform, no_torch_function, outside_transforms, version_of
+from zerostd.errors import MisuseError
 
 DATA: Any = torch.Tensor.data  # what plain tensors have, to be used under no_torch_function
 
@@ -69,10 +70,10 @@ class LentTensor(Lender):
 
     def stand_in(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of the source's values that it shows, as a plain tensor."""
-        with no_torch_function():
+        with no_torch_function(), outside_transforms():  # or a transform would wrap the view
             start = int(whole.storage_offset()) + self.offset
             set_data(self, whole.as_strided(self.size(), self.stride(), start))
-        return get_data(self)
+            return get_data(self)
 
     def become(self, source: Source, whole: torch.Tensor) -> None:
         """Show all values of a source from now on."""
@@ -154,7 +155,13 @@ def call_with_values(func: Any, args: Any, kwargs: Any, written: Sequence[torch.
         arguments.append(_Argument(item, source, whole, values, version_of(values), values.grad_fn))
         return values
 
-    result = func(*tree_map(bring, tuple(args)), **tree_map(bring, dict(kwargs)))
+    values = tree_map(bring, (tuple(args), dict(kwargs)))
+    if func is torch.Tensor.__dlpack__ and arguments:
+        raise MisuseError(
+            "__dlpack__() of values that zerostd has lent: what another library writes to them would go unnoticed. "
+            "Pass it a copy, such as p.detach().clone(), and write with p.copy_(values) under torch.no_grad()"
+        )
+    result = func(*values[0], **values[1])
     for argument in arguments:
         if version_of(argument.values) != argument.version or any(argument.item is item for item in written):
             if argument.values.grad_fn is not argument.grad_fn:

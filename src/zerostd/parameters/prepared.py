@@ -54,6 +54,10 @@ class Access(Protocol):
         """Raise if `call` comes between backward and step, where an update has begun inside backward."""
         ...
 
+    def in_memory(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return values that stay where they are while they are gathered; raise if they are a copy for one call."""
+        ...
+
     def shows_values(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter shows its values."""
         ...
@@ -252,6 +256,27 @@ class ReleasedParameter(PreparedParameter, Lender):
         finally:
             if not self.source.access.shows_values(self):
                 self.__class__ = released
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return a view. A view as itself leads to the node that gathers its gradients, which hooks are put on."""
+        return self._seen_by_autograd() if other is self else super().view_as(other)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        return self._seen_by_autograd() if other is self else super().expand_as(other)
+
+    def _seen_by_autograd(self) -> torch.Tensor:
+        values = self.source.read()
+        if isinstance(self, ReleasedParameter) and torch.is_grad_enabled():
+            return self.stand_in(values)
+        return super().expand_as(self)
+
+    def data_ptr(self) -> int:
+        """Return the address of values that stay there: they are gathered."""
+        return self.source.access.in_memory(self).data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of values that stay there: they are gathered."""
+        return self.source.access.in_memory(self).untyped_storage()
 
     __torch_function__ = Lender.__torch_function__
 

@@ -1,5 +1,5 @@
-"""What prepare tells the user: one line about the plan, one if a lower stage takes less memory, and a warning if an
-accelerator is idle."""
+"""What prepare tells the user: one line about the plan, one if a lower stage takes less memory, and warnings if an
+accelerator is idle, or parameters get other strides."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
@@ -94,6 +95,19 @@ def _home(placement: Placement, kind: Kind) -> str:
     if len(shares) == 1:
         return f"the {next(iter(shares)).value}"
     return ", ".join(f"{tier.value} {percent_text(share)}" for tier, share in shares.items())
+
+
+def warn_of_strides(named: Mapping[str, nn.Parameter], world: World) -> None:
+    """Warn if parameters are not contiguous: prepared ones are, and products with other strides round differently."""
+    strided = [name for name, parameter in named.items() if not parameter.is_contiguous()]
+    if strided and world.rank == 0:
+        log.warning(
+            "%s of %s parameters, such as %r, are not contiguous, as after t() or to(memory_format=channels_last); "
+            "prepared ones are, so results may round differently. Convolutions of channels_last inputs do not change",
+            len(strided),
+            len(named),
+            strided[0],
+        )
 
 
 def warn_of_idle_accelerator(settings: Settings, world: World) -> None:

@@ -41,7 +41,7 @@ from zerostd.parameters.replaying import is_deferred
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Kind, Tier, limit_of, parse_bytes
 from zerostd.preparing.accounting import largest_on_disk, reserved
-from zerostd.preparing.announcing import advise_on_stage
+from zerostd.preparing.announcing import advise_on_stage, warn_of_strides
 from zerostd.preparing.groups import ValueOf, make_flat, make_masters
 from zerostd.preparing.homes import Demand, FlatPlan, demand, plan_flats
 from zerostd.preparing.options import (
@@ -114,6 +114,7 @@ def build(
     wires = WorkerWires(world, ledger) if world.is_worker else make_wires(settings.decided[1], world, ledger, sums=sums)
     resources = _make_resources(allocator, wires, largest_on_disk(plans))
     original_dtypes = {parameter: parameter.dtype for parameter in named.values()}
+    warn_of_strides(named, world)
     seed = everyone.collect(torch.initial_seed())[0]
     separate_counters(list(named.values()))
     value_of = _first_values(named, wires, seed) if has_values else _no_values

@@ -155,13 +155,20 @@ class HomeMove:
         if settings.plan is not None and settings.plan.activations:
             self._ways = ways_for(settings, names)
             between = {name: max(before[name], way, key=_spared) for name, way in self._ways.items()}
-            runtime.backward.activations.change(between)
+            # A group that has most of all may take more if it is recomputed: its inputs, and all the rest at once.
+            runtime.backward.activations.change(min((between, before), key=self._activation_bytes))
         wanted = [change.wanted for change in self._left]
         tiers = {part.tier for plan in wanted for part in plan.portions} | {plan.gradients for plan in wanted}
         allocator = runtime.resources.allocator
         if Tier.DISK in tiers:
             allocator.open_disk(settings.budget, runtime.world.local_size)
         self._renew()
+
+    def _activation_bytes(self, ways: Mapping[str, Way]) -> int:
+        """Handle activations in these ways, and return the bytes of the device that they take, as counted."""
+        activations = self._runtime.backward.activations
+        activations.change(ways)
+        return activations.counted().total
 
     def _check(self) -> None:
         runtime = self._runtime

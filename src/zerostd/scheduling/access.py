@@ -22,6 +22,7 @@ from torch import nn
 from zerostd.compat import outside_transforms, storage_of
 from zerostd.errors import MisuseError
 from zerostd.parameters import Flat, Group, GroupState
+from zerostd.parameters.lending import get_data
 from zerostd.parameters.prepared import ACCESS, LAST_HOOK, LENT
 from zerostd.scheduling.gathering import Gatherer
 
@@ -105,6 +106,18 @@ class ParameterAccess:
                 return flat.copied(index)
         assert self._copied is not None
         return flat.shown(index, self._copied[1][flat])
+
+    def in_memory(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return values that stay where they are while they are gathered; raise if they are a copy for one call."""
+        group, flat, index = self.places[parameter]
+        values = get_data(self.read(parameter))
+        if group.state is not GroupState.GATHERED and group not in self._held:
+            raise MisuseError(
+                f"the memory of {flat.layout.intervals[index].name!r}, whose values are sharded (stage 3) or off the "
+                "device: outside forward and backward it is given back after each call. Ask for it inside "
+                "zerostd.gathered(model), or of p.detach().clone(); save zerostd.full_state_dict(model)"
+            )
+        return values
 
     def _bring(self, group: Group, name: str) -> None:
         """Gather a group, or make a copy of its values."""

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from zerostd.communication import Control, Wires
+from zerostd.compat import is_traced
 from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase, LoopTimer
 from zerostd.monitoring.ledger import explain_out_of_memory
@@ -99,6 +100,12 @@ class Gatherer:
         the device, if it is not needed yet."""
         if group.state is not GroupState.RELEASED:
             return
+        if group.gives_back and is_traced():
+            raise MisuseError(
+                f"torch.jit.trace or torch.export of a model whose parameters are sharded (stage 3) or off the device "
+                f"would keep the memory of group {group.name!r}, which is given back: trace another model that has "
+                "loaded zerostd.full_state_dict(model), or zerostd.release the model first"
+            )
         self.wait_updates(group)
         self.sequence.append(group.name)
         with self.wires.world.at(group.gather_name):

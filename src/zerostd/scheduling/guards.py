@@ -56,7 +56,8 @@ class Guards:
 
     def _modules(self) -> Iterator[nn.Module]:
         root = self._root()
-        return iter(()) if root is None else root.modules()
+        modules = iter(()) if root is None else root.modules()
+        return (module for module in modules if not isinstance(module, torch.jit.ScriptModule))  # has no parameters
 
     def remove(self) -> None:
         """Take all guards off."""
