@@ -37,6 +37,7 @@ def run(
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("ZEROSTD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         monkeypatch.syspath_prepend(str(FOLDER))
+        monkeypatch.delitem(sys.modules, "gpt", raising=False)  # benchmarks have a file of this name too
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--steps", str(steps)])
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         return losses_of(capsys.readouterr().out)

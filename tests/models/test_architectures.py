@@ -26,6 +26,7 @@ SAMPLE = {
 def architectures() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
+        sys.modules.pop("gpt", None)  # of examples/by_feature
         import architectures
 
         yield architectures

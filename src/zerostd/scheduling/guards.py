@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,10 +54,10 @@ class Guards:
                 module.register_load_state_dict_post_hook(self._after_load),
             )
 
-    def _modules(self) -> Iterator[nn.Module]:
+    def _modules(self) -> list[nn.Module]:
         root = self._root()
-        modules = iter(()) if root is None else root.modules()
-        return (module for module in modules if not isinstance(module, torch.jit.ScriptModule))  # has no parameters
+        modules = () if root is None else root.modules()
+        return [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]  # has no parameters
 
     def remove(self) -> None:
         """Take all guards off."""
