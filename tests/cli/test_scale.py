@@ -98,7 +98,7 @@ def test_model_state_is_shared_by_all_where_replicas_do_not_fit_or_gain_nothing(
 
 
 def test_numbers_that_others_have_too_are_the_same() -> None:
-    assert clusters.NUM_GATHERED == gathering.PREFETCH_DEPTH + 2
+    assert clusters.NUM_GATHERED == gathering.NUM_NEIGHBOURS
     assert clusters.NUM_STAGING == host_gradient.NUM_STAGING
     assert clusters.NUM_HELD == passing.MOST_HELD + passing.MOST_ARRIVING
     assert simulation.MOST_HELD == passing.MOST_HELD
