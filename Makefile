@@ -7,7 +7,7 @@
 #   make docs      the documentation as a site, in build/site
 #   make wheel     a wheel and an sdist in dist/, with a manylinux tag where auditwheel is there
 #   make kills     kill a training 60 times, and see that nothing is lost (minutes)
-#   make faults    kill, stop and confuse ranks, break drives and connections 1,200 times; all must end as documented (an hour)
+#   make faults    kill, stop and confuse ranks, break drives and connections 1,500 times; all must end as documented (an hour)
 #   make native    build the native library again, beside the sources
 #   make sanitize  run the native operations under the address, undefined behaviour and thread sanitizers
 #   make fuzz      the same with drawn sizes and options, FUZZ_S seconds each
@@ -64,6 +64,7 @@ kills: $(DEVELOPING)
 
 faults: $(DEVELOPING)
 	$(BIN)/python benchmarks/faults.py --number 1200 --write faults-cpu
+	$(BIN)/python benchmarks/faults.py --seed 2000 --number 300 --write faults-features-cpu
 
 native: $(BIN)/python
 	$(PIP_INSTALL) --no-deps -e .

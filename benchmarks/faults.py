@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py --number 1000                         # of ranks
     python benchmarks/faults.py --seed 1000 --number 200              # of drives, connections and hooks
+    python benchmarks/faults.py --seed 2000 --number 300              # of any kind, in jobs that use one more feature
     python benchmarks/faults.py --seed 17 --number 1                  # one fault again, with what every rank said
     python benchmarks/faults.py --device cuda --number 100 --beside 8 --seconds 400 --write faults-nccl
 
@@ -33,7 +34,7 @@ from faults import io_shim
 from faults.drawing import FIRST_OF_MACHINES, draw
 from faults.program import LIMITS_S
 from faults.running import RANKS, Outcome, run
-from faults.table import rows
+from faults.table import rows, rows_of_features
 
 LAST_S = 30.0  # no fault begins so shortly before the end
 T = TypeVar("T")
@@ -127,6 +128,7 @@ def report(outcomes: list[Outcome], number: int, device: str, seconds: float) ->
         "options, a message of a third rank names two.",
         "",
         *rows(outcomes),
+        *rows_of_features(outcomes),
         "",
     ]
     failed = [outcome for outcome in outcomes if outcome.problems]

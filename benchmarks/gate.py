@@ -1,7 +1,7 @@
 """The gate of lossy codecs: a GPT of 122 M parameters on real text, exact and coded, by validation loss.
 
     python benchmarks/gate.py --write NAME --limit 380       (a GPU; runs begin while time is left)
-    python benchmarks/gate.py --run int8:1 --run "int8 wire:0" --records RUNS --write NAME
+    python benchmarks/gate.py --run int8:1 --run bf16:0 --run "int8 wire:0" --records RUNS --write NAME
     python benchmarks/gate.py --tiny                         (no GPU: shows that it works)
 
 The text is Python source, up to 60 M characters: the standard library of this interpreter, and torch, numpy and
@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zerostd
+from zerostd.kernels import MOMENT_CODECS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PACKAGES = ("torch", "numpy", "transformers")
@@ -52,7 +53,7 @@ BEGIN = time.perf_counter()
 BARE, FLOORED = "int8 without companding", "int8 without companding, squares kept above zero"
 WIRES = {"int8 wire": {"gather": "int8", "reduce": "int8"}, "int4 wire": {"gather": "int8", "reduce": "int4"}}
 COLOURS = {"exact": "#4477aa", "int8": "#228833", BARE: "#cc3311", FLOORED: "#ee7733"}
-COLOURS |= {"int8 wire": "#aa3377", "int4 wire": "#66ccee"}
+COLOURS |= {"int8 wire": "#aa3377", "int4 wire": "#66ccee", "bf16": "#ccbb44"}
 ALL_RUNS = ("exact:0", "int8:0", f"{BARE}:0", "exact:1", "exact:2", "int8:1", "int8:2", f"{FLOORED}:0")
 NUM_RANKS = 2  # of a run with a wire
 RANK = int(os.environ.get("RANK", 0))
@@ -158,7 +159,7 @@ def train(run: Run, sizes: Sizes, text: Tensor, validation: Tensor) -> None:
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
-    codec = {"optimizer_states": "int8"} if run.kind == "int8" else WIRES.get(run.kind, {})
+    codec = {"optimizer_states": run.kind} if run.kind in MOMENT_CODECS else WIRES.get(run.kind, {})
     model, optimizer = zerostd.prepare(
         model,
         optimizer,
@@ -219,16 +220,16 @@ def validate(model: GPT, text: Tensor, num_sequences: int, sizes: Sizes) -> floa
 
 def verdict(runs: list[Run]) -> list[str]:
     exact = {run.seed: run.loss for run in runs if run.kind == "exact"}
-    coded = {run.seed: run.loss for run in runs if run.kind == "int8"}
     lines = []
     if len(exact) > 1:
         lines.append(
             f"Spread of exact runs over {len(exact)} seeds: {max(exact.values()) - min(exact.values()):.4f} nats."
         )
-    apart = [coded[seed] - exact[seed] for seed in coded if seed in exact]
-    if apart:
-        each = ", ".join(f"{difference:+.4f}" for difference in apart)
-        lines.append(f"int8 less exact, seed by seed: {each}; mean {mean(apart):+.4f} nats.")
+    for codec in MOMENT_CODECS:
+        apart = [run.loss - exact[run.seed] for run in runs if run.kind == codec and run.seed in exact]
+        if apart:
+            each = ", ".join(f"{difference:+.4f}" for difference in apart)
+            lines.append(f"{codec} less exact, seed by seed: {each}; mean {mean(apart):+.4f} nats.")
     for run in runs:
         if (run.is_emulated or run.kind in WIRES) and run.seed in exact:
             steps = run.curve[-1][0]

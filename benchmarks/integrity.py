@@ -4,12 +4,16 @@
     python benchmarks/integrity.py --disk-path /nvme --device cuda --depth 256 --write integrity-h200
 
 First the checksums alone, then the disk tier alone, with checksums and without in turn. Then two models with all states
-on disk take steps in turn: one as it is, one whose checksums are not computed. Then a model for each tier is saved with
-`wait=False`; the stall is the length of the call, and what the steps under the checkpoint take longer than those before
-it. `--seconds` leaves out what would begin later.
+on disk take steps in turn: one as it is, one whose checksums are not computed. Each round has two steps of either, in
+the order with, without, without, with; the result is the median over rounds of the ratio of the two sums. Then a model
+for each tier is saved with `wait=False`; the stall is the length of the call, and what the steps under the checkpoint
+take longer than those before it. `--seconds` leaves out what would begin later.
 
-`--limit-mb 500` lets Linux hold the drive to 500 MB/s in each direction (a control group of blkio; root only), so that
-the drive bounds the steps of a machine with a fast drive and few cores.
+`--limit-mb 400` lets Linux hold the drive to 400 MB/s in each direction (a control group of blkio; root only), so that
+the drive bounds the steps of a machine with a fast drive and few cores: 400 MB/s beside two cores are what 3.2 GB/s are
+beside sixteen.
+
+    python benchmarks/integrity.py --limit-mb 400 --rounds 20 --steps-only     # what checksums cost a step, 3 minutes
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -53,14 +57,21 @@ def prepared(options: argparse.Namespace, place: str) -> tuple[nn.Module, Any]:
     return zerostd.prepare(model, optimizer, placement=zerostd.Placement(optimizer_states=place), budget=budget)
 
 
-def step_s(model: nn.Module, optimizer: Any) -> float:
-    """Return the seconds of one step, its updates included."""
+class Step(NamedTuple):
+    """What one step took, its updates included."""
+
+    wall: float  # seconds
+    processor: float  # seconds of processor time, of all threads
+
+
+def take_step(model: nn.Module, optimizer: Any) -> Step:
     begin = time.perf_counter()
+    busy = time.process_time()
     model(torch.ones(4, WIDTH, device=next(model.parameters()).device)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     optimizer.synchronize()
-    return time.perf_counter() - begin
+    return Step(time.perf_counter() - begin, time.process_time() - busy)
 
 
 def no_checksums(data: torch.Tensor, page_bytes: int, out: torch.Tensor) -> None:
@@ -145,37 +156,54 @@ def disk_rows(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def compare_checksums(options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Return the seconds of steps with checksums and without, taken in turn."""
+def compare_checksums(options: argparse.Namespace) -> tuple[list[Step], list[Step]]:
+    """Return steps with checksums and without, two of either in each round."""
     checked = prepared(options, "disk")
     without = without_checksums()
     with without:
         unchecked = prepared(options, "disk")
-        step_s(*unchecked)
-    step_s(*checked)
-    seconds: tuple[list[float], list[float]] = ([], [])
+        take_step(*unchecked)
+    take_step(*checked)
+    steps: tuple[list[Step], list[Step]] = ([], [])
     for _ in range(options.rounds):
-        seconds[0].append(step_s(*checked))
+        steps[0].append(take_step(*checked))
         with without:
-            seconds[1].append(step_s(*unchecked))
-            seconds[1].append(step_s(*unchecked))
-        seconds[0].append(step_s(*checked))
+            steps[1].append(take_step(*unchecked))
+            steps[1].append(take_step(*unchecked))
+        steps[0].append(take_step(*checked))
     zerostd.release(checked[0])
     with without:
         zerostd.release(unchecked[0])
-    return seconds
+    return steps
+
+
+def step_rows(steps: tuple[list[Step], list[Step]], drive_s: float) -> list[str]:
+    """Return the table of steps with checksums and without. `drive_s` is what the drive needs for the states at the
+    rate that it is held to."""
+    lines = ["| | steps | median s | least s | processor s |", "|---|--:|--:|--:|--:|"]
+    for name, way in zip(("with checksums", "without"), steps, strict=True):
+        walls = [step.wall for step in way]
+        busy = median(step.processor for step in way)
+        lines.append(f"| {name} | {len(way)} | {median(walls):.3f} | {min(walls):.3f} | {busy:.3f} |")
+    rounds = [[sum(step.wall for step in way[i : i + 2]) for way in steps] for i in range(0, len(steps[0]), 2)]
+    low, middle, high = quantiles((with_s / without_s for with_s, without_s in rounds), n=4)
+    text = f"With / without, by rounds: {middle:.3f} in the median; half of the {len(rounds)} rounds are between "
+    text += f"{low:.3f} and {high:.3f}."
+    if drive_s:
+        text += f" The drive alone needs {drive_s:.3f} s to read the states once, and to write them meanwhile."
+    return [*lines, "", text]
 
 
 def stall(options: argparse.Namespace, place: str, folder: str) -> tuple[float, float, float]:
     """Return the seconds of the call, what the steps under it took longer, and how long the checkpoint took."""
     model, optimizer = prepared(options, place)
-    usual = median(step_s(model, optimizer) for _ in range(5))
+    usual = median(take_step(model, optimizer).wall for _ in range(5))
     begin = time.perf_counter()
     saving = zerostd.save(f"{folder}/{place}", model, optimizer, wait=False)
     call_s = time.perf_counter() - begin
     slower_s = 0.0
     while not saving.is_finished:
-        slower_s += step_s(model, optimizer) - usual
+        slower_s += take_step(model, optimizer).wall - usual
     total_s = time.perf_counter() - begin
     zerostd.release(model)
     shutil.rmtree(f"{folder}/{place}")
@@ -208,22 +236,22 @@ def main(options: argparse.Namespace) -> None:
         "",
         f"One thread sums {checksum_rate() / 1e9:.1f} GB in a second of processor time.",
         "",
-        "The disk tier alone, a GiB each way, in turn (medians):",
-        "",
-        *disk_rows(options),
-        "",
+    ]
+    if not options.steps_only:
+        lines += ["The disk tier alone, a GiB each way, in turn (medians):", "", *disk_rows(options), ""]
+    lines += [
         f"{num_parameters / 1e6:.0f} M parameters, fp32, AdamW; {12 * num_parameters / MIB:.0f} MiB in all. States on "
         "disk, steps in turn in one process:",
         "",
     ]
     write(lines, options)
-    with_s, without_s = compare_checksums(options)
+    drive_s = 12 * num_parameters / (1e6 * options.limit_mb) if options.limit_mb else 0.0
+    lines += step_rows(compare_checksums(options), drive_s)
+    if options.steps_only:
+        write(lines, options)
+        print("\n".join(lines))
+        return
     lines += [
-        "| | steps | median s | least s |",
-        "|---|--:|--:|--:|",
-        f"| with checksums | {len(with_s)} | {median(with_s):.3f} | {min(with_s):.3f} |",
-        f"| without | {len(without_s)} | {median(without_s):.3f} | {min(without_s):.3f} |",
-        f"| with / without | | {median(with_s) / median(without_s):.3f} | {min(with_s) / min(without_s):.3f} |",
         "",
         "`save(wait=False)`, and steps as fast as they come while it is written:",
         "",
@@ -256,5 +284,6 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--disk-path", default=tempfile.gettempdir())
     parser.add_argument("--limit-mb", type=int, help="hold the drive to so many MB/s each way")
+    parser.add_argument("--steps-only", action="store_true", help="compare steps with checksums and without")
     parser.add_argument("--write", metavar="NAME", help="write results/NAME.md, and to $OUT if set")
     main(parser.parse_args())

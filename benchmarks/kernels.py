@@ -12,28 +12,30 @@ import argparse
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from statistics import median
 
 import torch
 from gpt import RESULTS, machine
 from torch import Tensor
 
-from zerostd.kernels import Adam, Moment, native, split, update
+from zerostd.kernels import MOMENT_CODECS, Adam, native, split, update
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
 RULE = Adam(3e-4, 0.1, False, beta1=0.9, beta2=0.95, eps=1e-8, decoupled=True, step=10)
 EXACT = Adam(3e-4, 0.1, False, beta1=0.9, beta2=0.95, eps=1e-8, decoupled=True, step=10, exact_root=True)
 PEER = "torch fused AdamW, fp32, and both casts"
 STEP = 28  # bytes a parameter: fp32 master and states in and out, a bf16 gradient in, a bf16 weight out
-SPLIT, CODED = "zerostd, split master", "zerostd, split master, int8 moments"
-STEPS = {SPLIT: 26, CODED: 14.25}  # of which the weight is the upper half of the master
+SPLIT = "zerostd, split master"
+CODED = {codec: f"{SPLIT}, {codec} moments" for codec in MOMENT_CODECS}
+STEPS = {SPLIT: 26, CODED["int8"]: 14.25, CODED["bf16"]: 18}  # of which the weight is the upper half of the master
 HEADER = """# AdamW on the CPU, one step
 
 {numel:,} parameters, {threads} threads, {rounds} rounds of rotating order, instructions {instructions} (1 AVX2,
 2 AVX-512). bf16 gradient in, fp32 master and states in place, bf16 weight out. zerostd in one pass: with torch's square
 root (MKL's) the bits of torch's default AdamW, with the exact one the processor's own. GB/s counts the bytes that a
-step needs at least ({step} a parameter, 26 with a split master, 14.25 with int8 moments). Ratio: the time of "{peer}"
-to that of the way, both fastest; above 1 is faster than it.
+step needs at least ({step} a parameter, 26 with a split master, then 14.25 with int8 moments and 18 with bf16). Ratio:
+the time of "{peer}" to that of the way, both fastest; above 1 is faster than it.
 
 - machine: {machine}
 - command: `python benchmarks/kernels.py --numel {numel} --threads {threads} --rounds {rounds}`
@@ -66,7 +68,10 @@ def ways(numel: int, threads: int) -> dict[str, Way]:
     other = [torch.zeros(numel) for _ in arrays]
     step = {"weight": weight, "num_threads": threads}
     halves = split(arrays[0])
-    coded = [torch.zeros(Moment.num_bytes(numel), dtype=torch.uint8) for _ in Moment]
+    coded = {
+        codec: [torch.zeros(moment.num_elements(numel), dtype=moment.dtype) for moment in moments]
+        for codec, moments in MOMENT_CODECS.items()
+    }
     return {
         PEER: torch_way(numel, gradient, weight, fused=True),
         "torch default AdamW (foreach=False), and both casts": torch_way(numel, gradient, weight, foreach=False),
@@ -78,7 +83,9 @@ def ways(numel: int, threads: int) -> dict[str, Way]:
         "zerostd, exact root, out of place": lambda: update(EXACT, gradient, arrays, other, **step),
         "zerostd, torch's root": lambda: update(RULE, gradient, arrays, **step),
         SPLIT: lambda: update(EXACT, gradient, (halves, *arrays[1:]), num_threads=threads),
-        CODED: lambda: update(EXACT, gradient, (halves, *coded), num_threads=threads),
+    } | {
+        name: partial(update, EXACT, gradient, (halves, *coded[codec]), num_threads=threads)
+        for codec, name in CODED.items()
     }
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-from zoo import HELD_OUT, ZOO, loss_of
+from zoo import HELD_OUT, ZOO, call, loss_of
 
 import zerostd
 from zerostd.policy import Tier
@@ -150,12 +150,6 @@ def run_row(row: Record, *, toy: bool) -> Record:
 
 def _to_device(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.to(DEVICE, torch.bfloat16) if leaf.is_floating_point() else leaf.to(DEVICE)
-
-
-def call(model: torch.nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def train(model: torch.nn.Module, optimizer: Any, batch: Any, steps: int) -> tuple[list[float], int]:

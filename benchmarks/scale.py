@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from zerostd.cli.printing import state_rows
+from zerostd.engine.settings import Settings
 from zerostd.measuring import load_profile
 from zerostd.planning import MachineProfile, ModelProfile
-from zerostd.planning.cluster import ScalingRow, TrainingOptions, scaling, sent_bytes
 from zerostd.planning.described import from_numbers
 from zerostd.policy import Budget, Stage, Tier
+from zerostd.preparing.scaling import ScalingRow, scaling, sent_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = ROOT / "benchmarks" / "clusters" / "1024x8.json"
@@ -29,6 +30,7 @@ FEWER = (128, 1024, 8192)
 HIDDEN, SEQUENCE, SAMPLES = 16384, 2048, 1
 PAPER = ("7.5B", "128B", "1T")
 DGX2 = ROOT / "src" / "zerostd" / "cli" / "clusters" / "dgx2-400.json"
+AGAIN = frozenset({"recompute"})
 FROM_TO = (64, 400)  # devices of the paper's figure about superlinear scaling
 
 
@@ -41,9 +43,9 @@ def page() -> str:
     """The whole text; the same every time."""
     machine = load_profile(CLUSTER)
     model = from_numbers("1T", hidden=HIDDEN, sequence=SEQUENCE, samples=SAMPLES)
-    model = replace(model, recomputes=True)
-    flat = scaling(model, machine, WORLDS, use=TrainingOptions(accumulate=1))
-    shared = scaling(model, together(machine), FEWER, use=TrainingOptions(accumulate=1))
+    settings = Settings(accumulate=1)
+    flat = scaling(model, machine, WORLDS, settings, ways=AGAIN)
+    shared = scaling(model, together(machine), FEWER, settings, ways=AGAIN)
     parts = [
         head(model),
         assumptions(model, machine),
@@ -217,7 +219,7 @@ def paper() -> list[str]:
         "## Table 1 of the ZeRO paper",
         "",
         *told(
-            "The table shows GB of model state on one device by the planner's closed form, with the digits of the",
+            "The table shows GB of model state on one device, counted as prepare counts them, with the digits of the",
             "paper. Stage 0 takes the first line on any number of devices. `zerostd plan --table --params 7.5B` prints",
             "it for any size.",
         ),
@@ -234,9 +236,9 @@ def paper() -> list[str]:
 @functools.cache
 def superlinear() -> list[ScalingRow]:
     """A GPT of 60 B without host memory; the samples of a pass are searched."""
-    model = replace(from_numbers("60B", hidden=8192, sequence=1024), recomputes=True)
-    use = TrainingOptions(stage=Stage.PARAMETERS, accumulate=1, budget=Budget(host=0))
-    return scaling(model, load_profile(DGX2), FROM_TO, use=use)
+    model = from_numbers("60B", hidden=8192, sequence=1024)
+    settings = Settings(stage=Stage.PARAMETERS, accumulate=1, budget=Budget(host=0))
+    return scaling(model, load_profile(DGX2), FROM_TO, settings, ways=AGAIN)
 
 
 def figure() -> list[str]:

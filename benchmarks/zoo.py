@@ -13,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HELD_OUT", "ZOO", "loss_of"]
+__all__ = ["HELD_OUT", "ZOO", "call", "loss_of"]
 
 Made = tuple[nn.Module, Any]
 HELD_OUT = ("convnext_large", "gru", "graph")
 ZOO: dict[str, Callable[[bool], Made]] = {}
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """What a model returns for a batch."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -112,7 +119,11 @@ def unet(toy: bool) -> Made:
 @entry
 def bert(toy: bool) -> Made:
     hf = importlib.import_module("transformers")
-    config = hf.BertConfig(64, 32, 2, 2, 64) if toy else hf.BertConfig(30522, 1024, 24, 16, 4096)
+    vocabulary, hidden, layers, heads, inner = (64, 32, 2, 2, 64) if toy else (30522, 1024, 24, 16, 4096)
+    config = hf.BertConfig(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=inner,
+    )  # fmt: skip
     ids = tokens(2, 8, 64) if toy else tokens(48, 512, 30522)
     return hf.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
 
@@ -133,7 +144,10 @@ def llama(toy: bool) -> Made:
 @entry
 def gpt2(toy: bool) -> Made:
     hf = importlib.import_module("transformers")
-    config = hf.GPT2Config(64, 16, 32, 2, 2) if toy else hf.GPT2Config(50257, 1024, 1600, 48, 25)
+    vocabulary, length, width, layers, heads = (64, 16, 32, 2, 2) if toy else (50257, 1024, 1600, 48, 25)
+    config = hf.GPT2Config(
+        vocab_size=vocabulary, n_positions=length, n_embd=width, n_layer=layers, n_head=heads
+    )  # fmt: skip
     ids = tokens(2, 8, 64) if toy else tokens(8, 1024, 50257)
     return hf.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "use_cache": False}
 
@@ -148,7 +162,7 @@ def t5(toy: bool) -> Made:
         decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     ids = tokens(2, 8, 64) if toy else tokens(16, 512, 32128)
-    return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids[:, : ids.shape[1] // 2]}
+    return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids[:, : ids.shape[1] // 2].contiguous()}
 
 
 class Experts(nn.Module):

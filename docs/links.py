@@ -14,6 +14,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = {"README.md": "index.md", "README.zh-CN.md": "index.zh-CN.md"}  # pages from outside docs/, and their names
 LINK = re.compile(r"(\]\(|\bsrc=\"|\bsrcset=\")([^)\s\"]+)([)\"])")  # of Markdown, and of pictures in HTML
+SECTION = re.compile(  # of the navigation, whose title is a link: its label has an icon only
+    r'md-nav__container">\s*<a [^>]*>\s*<span class="md-ellipsis">(?P<title>[^<]+)</span>\s*</a>\s*'
+    r'<label[^>]* id="(?P<label>\w+)"'
+)
 FENCE = re.compile(r"^(```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -46,9 +50,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return rewritten(markdown, repository_path(own), own)
 
 
-def on_post_page(output: str, **_: Any) -> str:
-    """mkdocs: the dialog of the search gets the name that the theme does not give it."""
-    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """mkdocs: names and languages that the theme does not give: of the search, of sections that are pages, of Chinese
+    pages."""
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+    for section in SECTION.finditer(output):
+        output = output.replace(f'aria-labelledby="{section["label"]}"', f'aria-label="{section["title"].strip()}"')
+    is_chinese = page.file.src_uri.startswith("zh/") or page.file.src_uri == FRONT["README.zh-CN.md"]
+    return output.replace('<html lang="en"', '<html lang="zh-CN"') if is_chinese else output
 
 
 def rewritten(text: str, page: str, own: str) -> str:

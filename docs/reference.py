@@ -109,8 +109,8 @@ def signature(name: str, thing: Any) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Annotations without the quotes that they have in Python's own text."""
-    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
+    """Annotations without the quotes that they have in Python's own text, and long default objects by their class."""
+    return re.sub(r" = (\w+)\(.{40,}\)$", r" = \1()", re.sub(r"(: |-> )'([^']*)'", r"\1\2", text))
 
 
 if __name__ == "__main__":

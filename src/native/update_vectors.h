@@ -294,13 +294,17 @@ ZS_INLINE void update_remainder(const zs_step& step, int64_t begin, int64_t coun
 
 #include "update_moments.h"
 
+ZS_INLINE void update_fp32(const zs_step& step, int64_t begin, int64_t end, Stream stream) {
+  const int64_t whole = begin + (end - begin) / kStride * kStride;
+  update_whole(step, begin, whole, stream);
+  if (whole < end) update_remainder(step, whole, end - whole);
+}
+
 ZS_INLINE void update_all(const zs_step& step, int64_t begin, int64_t end, Stream stream) {
-  if (step.is_coded) {
-    update_moments(step, begin, end, stream);
-  } else {
-    const int64_t whole = begin + (end - begin) / kStride * kStride;
-    update_whole(step, begin, whole, stream);
-    if (whole < end) update_remainder(step, whole, end - whole);
+  switch (step.codec) {
+    case ZS_NO_CODEC: update_fp32(step, begin, end, stream); break;
+    case ZS_INT8: update_moments<Int8Moments>(step, begin, end, stream); break;
+    case ZS_BF16: update_moments<Bf16Moments>(step, begin, end, stream); break;
   }
   if (stream.target || stream.weight) fence();
 }

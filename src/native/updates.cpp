@@ -50,8 +50,8 @@ Stream choose_stream(const zs_step& step) {
   const bool is_long = step.count >= kStreamFrom && level.load(std::memory_order_relaxed) == 2;
   const zs_arrays& target = step.target;
   const bool are_states_aligned = is_aligned(target.states[0]) && is_aligned(target.states[1]);
-  const bool is_target_aligned =  // codes never go around the cache
-      is_aligned(target.master) && is_aligned(target.low) && (step.is_coded || are_states_aligned);
+  const bool is_target_aligned =  // codes of 8 bits never go around the cache
+      is_aligned(target.master) && is_aligned(target.low) && (step.codec == ZS_INT8 || are_states_aligned);
   return {is_long && is_target_aligned, is_long && is_aligned(step.weight)};
 }
 
@@ -60,7 +60,8 @@ bool is_known(const zs_step& step) {
          step.decay <= (step.rule == ZS_ADAM ? ZS_DECOUPLED : ZS_COUPLED) && step.momentum >= ZS_NO_MOMENTUM &&
          step.momentum <= (step.rule == ZS_SGD ? ZS_CONTINUED : ZS_NO_MOMENTUM) && is_dtype(step.gradient_dtype) &&
          is_dtype(step.weight_dtype) && !step.source.low == !step.target.low &&
-         (!step.is_coded || (step.rule == ZS_ADAM && !step.root));
+         step.codec >= ZS_NO_CODEC && step.codec <= ZS_BF16 &&
+         (step.codec == ZS_NO_CODEC || (step.rule == ZS_ADAM && !step.root));
 }
 
 }  // namespace

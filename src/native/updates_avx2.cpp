@@ -11,6 +11,7 @@ namespace {
 
 using Vector = __m256;
 using HalfVector = __m128i;
+using Bits = uint32_t __attribute__((vector_size(32)));
 constexpr int64_t kWidth = 8, kVectors = 2;
 
 ZS_INLINE __m128i load_halves(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
@@ -77,6 +78,10 @@ ZS_INLINE __m128i lower_halves(__m256i bits) {
   const __m256i clean = _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF));
   return _mm_packus_epi32(_mm256_castsi256_si128(clean), _mm256_extracti128_si256(clean, 1));
 }
+
+ZS_INLINE Bits bits_of(Vector a) { return (Bits)_mm256_castps_si256(a); }
+ZS_INLINE Vector numbers_of(Bits a) { return _mm256_cvtepi32_ps((__m256i)a); }
+ZS_INLINE HalfVector upper_halves(Bits a) { return lower_halves((__m256i)(a >> 16)); }
 
 // bits where the number is one, else nan.
 ZS_INLINE __m256i unless_nan(Vector value, __m256i bits, int nan) {

@@ -11,6 +11,7 @@ namespace {
 
 using Vector = __m512;
 using HalfVector = __m256i;
+using Bits = uint32_t __attribute__((vector_size(64)));
 constexpr int64_t kWidth = 16, kVectors = 2;
 
 ZS_INLINE __m256i load_halves(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -68,6 +69,10 @@ ZS_INLINE Vector load_unsigned(const unsigned char* from) {
 ZS_INLINE void store_codes(unsigned char* to, Vector value) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(value)));
 }
+
+ZS_INLINE Bits bits_of(Vector a) { return (Bits)_mm512_castps_si512(a); }
+ZS_INLINE Vector numbers_of(Bits a) { return _mm512_cvtepi32_ps((__m512i)a); }
+ZS_INLINE HalfVector upper_halves(Bits a) { return _mm512_cvtepi32_epi16((__m512i)(a >> 16)); }
 
 // bits where the number is one, else nan.
 ZS_INLINE __m512i unless_nan(Vector value, __m512i bits, int nan) {

@@ -7,6 +7,7 @@ namespace {
 
 using Vector = float;
 using HalfVector = uint16_t;
+using Bits = uint32_t;
 constexpr int64_t kWidth = 1, kVectors = 1;
 
 template <typename T>
@@ -34,6 +35,8 @@ ZS_INLINE Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
 ZS_INLINE Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 ZS_INLINE Vector larger_bits(Vector a, Vector b) { return bits_of(a) > bits_of(b) ? a : b; }
 ZS_INLINE uint32_t largest_bits(Vector a) { return bits_of(a); }
+ZS_INLINE Vector numbers_of(Bits a) { return static_cast<float>(static_cast<int32_t>(a)); }
+ZS_INLINE HalfVector upper_halves(Bits a) { return static_cast<uint16_t>(a >> 16); }
 ZS_INLINE Vector load_signed(const unsigned char* from) { return static_cast<signed char>(*from); }
 ZS_INLINE Vector load_unsigned(const unsigned char* from) { return *from; }
 

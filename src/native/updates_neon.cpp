@@ -11,6 +11,7 @@ namespace {
 
 using Vector = float32x4_t;
 using HalfVector = uint16x4_t;
+using Bits = uint32_t __attribute__((vector_size(16)));
 constexpr int64_t kWidth = 4, kVectors = 4;
 
 ZS_INLINE uint32x4_t upper(const uint16_t* halves) { return vshlq_n_u32(vmovl_u16(vld1_u16(halves)), 16); }
@@ -62,6 +63,10 @@ ZS_INLINE void store_codes(unsigned char* to, Vector value) {
   const uint32_t codes = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(halves, halves))), 0);
   std::memcpy(to, &codes, sizeof codes);
 }
+
+ZS_INLINE Bits bits_of(Vector a) { return (Bits)vreinterpretq_u32_f32(a); }
+ZS_INLINE Vector numbers_of(Bits a) { return vcvtq_f32_u32((uint32x4_t)a); }
+ZS_INLINE HalfVector upper_halves(Bits a) { return vshrn_n_u32((uint32x4_t)a, 16); }
 
 // bits where the number is one, else nan.
 ZS_INLINE uint32x4_t unless_nan(Vector value, uint32x4_t bits, uint32_t nan) {

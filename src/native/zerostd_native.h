@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 9
+#define ZS_ABI_VERSION 10
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -57,6 +57,7 @@ ZS_EXPORT int32_t zs_join_planes(const void* const* planes, int64_t count, int32
 enum zs_rule { ZS_ADAM = 0, ZS_SGD = 1, ZS_ADAGRAD = 2 };
 enum zs_decay { ZS_NO_DECAY = 0, ZS_COUPLED = 1, ZS_DECOUPLED = 2 };
 enum zs_momentum { ZS_NO_MOMENTUM = 0, ZS_FIRST = 1, ZS_CONTINUED = 2 };
+enum zs_codec { ZS_NO_CODEC = 0, ZS_INT8 = 1, ZS_BF16 = 2 };
 
 // gradient       count elements of gradient_dtype; multiplied by factor in fp32, then negated when maximize != 0
 // source, target what is read and written; an array of target is the same memory as its source, or apart from it.
@@ -64,15 +65,25 @@ enum zs_momentum { ZS_NO_MOMENTUM = 0, ZS_FIRST = 1, ZS_CONTINUED = 2 };
 //                the lower halves, and (master << 16) + (signed)low are the bits of the number. A tie with an even upper
 //                half has no such halves: the unit of fp32 below it, towards zero, is kept in its place
 //   states       fp32: Adam exp_avg and exp_avg_sq; Adagrad sum; SGD with momentum its buffer (not read when ZS_FIRST)
-// is_coded       Adam only: states are records of ZS_CODED_BLOCK codes of 8 bits and an fp32 scale, aligned to nothing; the
-//                last record is whole. Each operation rounds by itself, so bits are not those of torch.optim; roots are
-//                rounded correctly, and root must be NULL. With the scale s, the largest magnitude of the block:
+// codec          how states are kept; other than ZS_NO_CODEC with Adam only. Each operation rounds by itself then, so bits
+//                are not those of torch.optim; roots are rounded correctly, and root must be NULL. Rounded to nearest,
+//                exp_avg_sq would not fall when gradients become smaller: at beta2 = 0.999 a step changes it by less
+//                than half a unit. So moments are rounded up or down at random, and the mean stays. With m and v, the
+//                bits of both in fp32 (zero if subnormal, and one NaN for all), a hash has 32 random bits for an
+//                element: noise_of(m, v, key) in update_moments.h. Decoded numbers are coded without noise, and then get
+//                the same codes
+//   ZS_INT8      records of ZS_CODED_BLOCK codes of 8 bits and an fp32 scale, aligned to nothing; the last record is
+//                whole. With the scale s, the largest magnitude of the block:
 //                  exp_avg     code c is s * (c / (254 - |c|)); coded as 254 * (m / (s + |m|)), from -127 to 127
 //                  exp_avg_sq  code c is (s * (c / 255))^2; coded as the root times 255 / s, at least 1 unless it is 0.
 //                              s is the largest root
-//                Codes are rounded to nearest even. Scales below 2^-100, and 2^-54 for roots, count as zero. A block with
-//                a number that is not finite, or 2^126 and more, has the scale NaN and the codes zero. What is decoded
-//                has the same codes when it is coded again
+//                Before it is rounded to nearest even, a code is shifted by (2n + 1) / 2^16 - 1/2, where n are the upper
+//                15 of the lower 16 bits of the hash for exp_avg, of the upper 16 for exp_avg_sq. Scales below 2^-100,
+//                and 2^-54 for roots, count as zero. A block with a number that is not finite, or 2^126 and more, has
+//                the scale NaN and the codes zero
+//   ZS_BF16      bf16 numbers: the lower 16 bits of the hash are added to m, the upper 16 to v, and the lower halves of
+//                both sums are dropped
+// key            of the hash: another one for each step
 // weight         NULL, or takes the new master in weight_dtype, rounded to nearest even; may be the gradient's memory
 //                when both have the same item size. So may target.master when it is bf16.
 // root           NULL: square roots are rounded correctly. Or what torch calls for them on this machine: MKL's vmsSqrt,
@@ -98,7 +109,8 @@ struct zs_step {
   int32_t gradient_dtype;
   int32_t weight_dtype;
   int32_t num_threads;
-  int32_t is_coded;
+  int32_t codec;
+  uint32_t key;
   float factor;
   float rate;          // negative: Adam -lr / (1 - beta1^t), SGD -lr, Adagrad -lr / (1 + (t - 1) * lr_decay)
   float decay_factor;  // coupled: weight_decay, decoupled: 1 - lr * weight_decay

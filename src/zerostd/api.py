@@ -23,18 +23,18 @@ from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
-from zerostd.errors import MisuseError, PrepareError
+from zerostd.errors import MisuseError, PrepareError, check_flag
 from zerostd.measuring.identity import device_for
 from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, find_blueprints
-from zerostd.planning import MachineProfile, Plan
+from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
 from zerostd.preparing.announcing import announce, warn_of_idle_accelerator
 from zerostd.preparing.building import add_masters, build
 from zerostd.preparing.options import check_budget, check_settings, target_device
-from zerostd.preparing.proposing import plan_for
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.late import attach, attach_late
 from zerostd.serving.calls import begin_role, full_state_of, load_model, release_any, save_model
 from zerostd.tiers import Done
@@ -170,12 +170,12 @@ def plan(
     world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
     size = world.num_shards
     blueprints = find_blueprints(model, optimizer, settings.precision, groups, size)
-    profile = None
-    if batch is not None:
+    profile = batch if isinstance(batch, ModelProfile) else None  # of an earlier measurement
+    if batch is not profile:
         probe = functools.partial(profile_model, model, optimizer, precision=settings.precision, groups=groups)
         with contextlib.nullcontext() if optimizer is not None else frozen(model):
             profile = probe(batch=batch, probe=machine is None, num_ranks=size)
-    return plan_for(blueprints, settings, world, profile, machine)
+    return PlanSearch(settings, blueprints, world).plan(profile, machine)
 
 
 def apply_to_device(model: Model, device: torch.device | str) -> Model:
@@ -209,10 +209,10 @@ def averaged(
     Returns:
         The average. Evaluate with it inside `with average.applied():`; get it with `zerostd.full_state_dict(average)`.
     """
-    home = None if tier is None else Tier.parse(tier)
     runtime = runtime_of(model, "averaged")
+    options = AverageOptions(decay, start, every, None if tier is None else Tier.parse(tier), use_buffers)
     add_masters(runtime)
-    return make_average(runtime, AverageOptions(decay, start, every, home, use_buffers))
+    return make_average(runtime, options)
 
 
 @contextlib.contextmanager
@@ -222,6 +222,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     Collective: every rank must enter it.
     """
     runtime = owner_of(module)
+    check_flag("write", write, MisuseError)
     inside = set(module.parameters())
     groups = [g for g in runtime.groups if any(p in inside for flat in g.flats for p in flat.parameters)]
     if write:
@@ -357,7 +358,7 @@ def save_dcp(
 
     place_of(path, "path")
     runtime = runtime_of(model, "save_dcp")
-    return dcp.save_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, is_async=not wait)
+    return dcp.save_dcp(runtime, _prepared(optimizer, "save_dcp"), os.fspath(path), extra, wait=wait)
 
 
 def load_dcp(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:

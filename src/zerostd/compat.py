@@ -40,7 +40,7 @@ def runs_in_ddp(module: torch.nn.Module) -> bool:
 
 
 def python_thread() -> threading.Thread | None:
-    """Return this thread; None if Python did not start it, as autograd's threads of devices."""
+    """Return this thread; None for threads that Python did not start, such as autograd's device threads."""
     thread = threading.current_thread()
     return None if isinstance(thread, threading._DummyThread) else thread
 

@@ -13,10 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TypeGuard
+
+LONGEST_MESSAGE = 8_000  # characters
 
 
 class ZerostdError(Exception):
-    """The base class of all zerostd errors."""
+    """The base class of all zerostd errors. The middle of a very long message, a value that was passed, is left out."""
+
+    def __init__(self, message: str) -> None:
+        half = LONGEST_MESSAGE // 2
+        super().__init__(message if len(message) <= LONGEST_MESSAGE else f"{message[:half]} ... {message[-half:]}")
 
 
 class PrepareError(ZerostdError, ValueError):
@@ -55,3 +62,31 @@ def hint_for(word: object, known: Iterable[str]) -> str:
     name = str(word).lower()
     close = get_close_matches(OTHER_NAMES.get(name, name), list(map(str, known)), 1)
     return f"did you mean {close[0]!r}? " if close else ""
+
+
+LARGEST = 2**63 - 1
+
+
+def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
+    """Return whether a value that a user gave is a whole number of at least `least`, of 64 bits. True and False are
+    none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value that a user gave is a real number. True, False and NaN are none."""
+    return value == value if isinstance(value, float) else is_whole(value, -LARGEST)
+
+
+def check_flag(name: str, value: object, error: type[ZerostdError] = PrepareError) -> None:
+    """Raise `error` if a value that a user gave is neither True nor False."""
+    if not isinstance(value, bool):
+        raise error(f"{name}={value!r} must be True or False")
+
+
+def check_batches(batches: object, call: str) -> None:
+    """Raise MisuseError if a loader that a user gave to `call` has nothing to iterate over."""
+    if not any(hasattr(type(batches), name) for name in ("__iter__", "__getitem__")):
+        raise MisuseError(
+            f"{call} needs an iterable of batches, such as a DataLoader, and got {type(batches).__name__}"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import fnmatch
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,14 +17,14 @@ from typing import Any
 
 import torch
 
-from zerostd.errors import OTHER_NAMES, PrepareError, hint_for
+from zerostd.errors import OTHER_NAMES, PrepareError, check_flag, hint_for, is_number, is_whole
 
 MOST_RANKS = 10**7  # also passes of a step, and samples
 LOSSLESS = "lossless"  # the codec that changes no result
 
 
 class Stage(enum.IntEnum):
-    """Says how much of the model state is sharded over the ranks."""
+    """Says how much is sharded: 0 DATA_PARALLEL, 1 OPTIMIZER_STATES, 2 also GRADIENTS, 3 also PARAMETERS."""
 
     DATA_PARALLEL = 0
     OPTIMIZER_STATES = 1
@@ -33,7 +34,7 @@ class Stage(enum.IntEnum):
     @classmethod
     def parse(cls, value: int | Stage) -> Stage:
         """Return the stage that `value` stands for, or raise an error that lists the four there are."""
-        if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(cls):
+        if not is_whole(value) or value not in tuple(cls):
             raise PrepareError(
                 f"stage={value!r} is not a ZeRO stage; use 0 (data parallel), 1 (shard optimizer states), "
                 "2 (also gradients) or 3 (also parameters)"
@@ -53,7 +54,7 @@ class Kind(enum.StrEnum):
 
 
 class Tier(enum.StrEnum):
-    """Where bytes rest."""
+    """Names the memory that keeps bytes."""
 
     DEVICE = "device"
     HOST = "host"
@@ -72,7 +73,7 @@ class Tier(enum.StrEnum):
 class Route(enum.StrEnum):
     """How a stretch of optimizer states is updated. States on disk pass through host memory on the last two."""
 
-    RESIDENT = "resident"  # on the device, where they rest
+    RESIDENT = "resident"  # on the device, where they are kept
     CPU = "cpu"  # by the processor, in host memory
     STREAMED = "streamed"  # through the device, tile by tile
 
@@ -86,7 +87,7 @@ class Way(enum.StrEnum):
     DEVICE = "device"
     RECOMPUTE = "recompute"
     HOST = "host"
-    RECOMPUTE_HOST = "recompute+host"  # from inputs that rest on the host
+    RECOMPUTE_HOST = "recompute+host"  # from inputs that are kept on the host
     DISK = "disk"
     RECOMPUTE_DISK = "recompute+disk"
 
@@ -96,7 +97,7 @@ class Way(enum.StrEnum):
 
     @property
     def in_plan(self) -> str:
-        """Its word in plans and on the command line."""
+        """The word for it in plans and on the command line."""
         return "keep" if self is Way.DEVICE else self.value
 
     @property
@@ -106,13 +107,13 @@ class Way(enum.StrEnum):
 
     @property
     def tier(self) -> Tier:
-        """Where what is kept rests."""
+        """The tier of the activations or inputs that are kept."""
         if self in (Way.HOST, Way.RECOMPUTE_HOST):
             return Tier.HOST
         return Tier.DISK if self in (Way.DISK, Way.RECOMPUTE_DISK) else Tier.DEVICE
 
 
-# Names that other libraries use, and ours.
+# The first stage that shards each kind.
 SHARDED_FROM = {Kind.OPTIMIZER_STATES: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
 
 
@@ -176,8 +177,8 @@ class Precision:
 def _check_fields(option: str, given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        hint = hint_for(unknown[0], known)
-        raise PrepareError(f"{option}={dict(given)!r}: unknown field {unknown[0]!r}; {hint}use one of {known}")
+        unknown_field = f"unknown field {unknown[0]!r}; {hint_for(unknown[0], known)}use one of {known}"
+        raise PrepareError(f"{option}={dict(given)!r}: {unknown_field}")
 
 
 Share = str | Mapping[str, float]
@@ -195,14 +196,14 @@ class Placement:
     parameters miss by more than a tenth is refused with the nearest one that works. Models of fewer than 32,768
     elements keep whole groups in one tier, with a warning.
 
-    `cpu_share` is the part of the offloaded states that the CPU updates; None: chosen from the number of cores. Others
-    are streamed through the device. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
+    `cpu_share` is the part of the offloaded states that the CPU updates; None: from the number of cores. The rest is
+    streamed through the device. `speculate` updates inside backward, before the norm for `max_grad_norm` is known,
     into a second copy of the states, and repeats the update if the step is clipped. It is faster if compute is the
     bottleneck, and takes twice the host memory. `keep_gradients=False` updates each group inside backward and frees
     its gradient at once, so `p.grad` cannot be read. Results are the same with all of these.
 
-    Activations are placed by whole groups, in one of the ways of `Way`: the same for all groups, in shares of the
-    groups, or by globs of group names. The first matching glob counts; groups without a match stay on the device:
+    Activations are placed by whole groups: 'device', 'recompute', 'host', 'recompute+host', 'disk', 'recompute+disk'
+    for all groups, in shares of them, or by globs of names. The first matching glob counts; others stay on the device:
 
     Placement(activations={"device": 0.5, "host": 0.5})
     Placement(activations={"blocks.1?": "device", "blocks.*": "recompute"})
@@ -213,7 +214,8 @@ class Placement:
 
     `codec={"gather": "int8", "reduce": "int8"}` sends parameters and gradients as 8-bit codes.
     `codec={"optimizer_states": "int8"}` keeps the moments of Adam and AdamW as 8-bit codes, in blocks of 64 with one
-    scale each: 2.125 bytes per parameter instead of 8, in every tier and over every link. Both are lossy, and need
+    scale each: 2.125 bytes per parameter instead of 8, in every tier and over every link. With "bf16" they take 4
+    bytes, and updates round them up or down at random, so that small changes add up. All of these are lossy, and need
     `prepare(exact=False)`. `codec={"parameters": "lossless"}` packs frozen parameters on disk: 0.67 of bf16's bytes.
 
     `secondary_shards=True` is for stage 3 with a mesh of (nodes, ranks per node). All ranks share the model state. From
@@ -254,11 +256,13 @@ class Placement:
         for given in activations.values() if self._goes_by_group else [activations]:
             self._check("activations", given, [way.value for way in Way], "a way for activations")
         share = self.cpu_share
-        if share is not None and (not isinstance(share, int | float) or not 0.0 <= share <= 1.0):
+        if share is not None and not (is_number(share) and 0.0 <= share <= 1.0):
             raise PrepareError(f"Placement(cpu_share={self.cpu_share!r}) must be from 0 (all streamed) to 1 (all cpu)")
+        for name in ("speculate", "keep_gradients", "secondary_shards"):
+            check_flag(f"Placement: {name}", getattr(self, name))
 
     def bits(self, name: str) -> int | None:
-        """Return the bits of what travels coded; None if it travels as it is."""
+        """Return the bits of a code; None if there is no codec of this name."""
         return int(self.codec[name].removeprefix("int")) if name in self.codec else None
 
     @staticmethod
@@ -292,7 +296,7 @@ class Placement:
         return isinstance(given, Mapping) and any(isinstance(value, str) for value in given.values())
 
     def ways(self, groups: Sequence[str]) -> dict[str, Way]:
-        """Return what each group does with its activations; raise PrepareError if a glob fits none."""
+        """Return the way of each group's activations; raise PrepareError if a glob matches no group."""
         given = self.activations
         if isinstance(given, str):
             return dict.fromkeys(groups, Way(given))
@@ -311,7 +315,7 @@ class Placement:
 
 
 def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, Way]:
-    """Return whole groups by way, from the last one on: what is needed first is kept nearest."""
+    """Return the way of each group, from the last one on: the groups that backward needs first stay nearest."""
     ways: dict[str, Way] = {}
     backwards = list(reversed(groups))
     share = 0.0
@@ -324,7 +328,7 @@ def _in_shares(groups: Sequence[str], shares: Mapping[Way, float]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the state of one group rests and how it is updated: what a plan says of it."""
+    """The tiers that keep the state of one group, and the routes of its updates, as a plan has them."""
 
     parameters: Tier = Tier.DEVICE
     gradients: Tier = Tier.DEVICE
@@ -352,7 +356,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_bytes(value: int | str) -> int:
     """Return the bytes of an integer or a text with a unit: 24GiB, 500MB."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if is_whole(value):
         return value
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match.group(2).upper() not in _UNITS:
@@ -390,3 +394,5 @@ class Budget:
     def __post_init__(self) -> None:
         for size in (self.device, self.host, self.disk):
             limit_of(size)
+        if not isinstance(self.disk_path, str | os.PathLike | None) or "\x00" in str(self.disk_path):
+            raise PrepareError(f"Budget(disk_path={self.disk_path!r}) must be the path of a directory")

@@ -35,6 +35,15 @@ def with_batch() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     return model, torch.optim.AdamW(model.parameters()), torch.ones(8, 64)
 
 
+FORWARDS: list[int] = []  # of `counted`
+
+
+def counted() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+    model, optimizer, batch = with_batch()
+    model.register_forward_pre_hook(lambda *_: FORWARDS.append(1))
+    return model, optimizer, batch
+
+
 def huge() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     """13 B parameters: 52 GB, so only under the meta device."""
     model = Tower(20480, 31)

@@ -192,8 +192,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_by_every_route(ranks: Any
         assert ranks(2, with_overflow, placement, stage) == [(128.0, 1, True)] * 2
 
 
-def with_nan(rank: int) -> list[str]:
-    model, optimizer = prepared()
+KEPT: dict[str, dict[str, Any]] = {  # gradients, in the ways in which they arrive
+    "device": {},
+    "host": {"placement": {"gradients": "host", "optimizer_states": "host"}},
+    "disk": {"placement": {"gradients": "disk", "optimizer_states": "disk", "parameters": "disk"}},
+    "freed": {"placement": {"keep_gradients": False}, "accumulate": 1},
+    "fp16": {"precision": "fp16"},
+    "coded": {"placement": {"codec": {"reduce": "int8"}}, "exact": False},
+}
+
+
+def with_nan(rank: int, stage: int, options: dict[str, Any]) -> list[str]:
+    model, optimizer = prepared(stage, **options)
+    if optimizer.loss_scale is not None:
+        optimizer.loss_scale.value = 128.0  # nothing overflows by itself
     step(model, optimizer, rank)
     lines: list[str] = []
 
@@ -216,8 +228,18 @@ def with_nan(rank: int) -> list[str]:
     return lines
 
 
-def test_a_nan_is_traced_to_parameter_rank_and_step(ranks: Any) -> None:
-    lines = ranks(2, with_nan)
+@pytest.mark.parametrize(
+    ("stage", "kept"),
+    [
+        *((0, "device"), (1, "device"), (2, "host"), (3, "device"), (3, "host"), (3, "disk"), (2, "disk")),
+        *((0, "fp16"), (3, "fp16"), (0, "freed"), (3, "freed"), (2, "coded")),
+    ],
+)
+def test_a_nan_is_traced_to_parameter_rank_and_step(ranks: Any, stage: int, kept: str) -> None:
+    options = KEPT[kept]
+    if stage == 2 and kept == "disk":  # parameters are sharded at stage 3 only
+        options = {"placement": {**options["placement"], "parameters": "device"}}
+    lines = ranks(2, with_nan, stage, options)
     assert lines[0] == []
     assert any(line.startswith("rank 1, step 2: the gradient of 'inlet.weight': 128 NaN") for line in lines[1]), lines
     assert not any("'outlet." in line for line in lines[1])  # it came in behind it

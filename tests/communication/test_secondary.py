@@ -416,7 +416,7 @@ def refused(rank: int) -> list[str]:
         (r"a mesh of shape \(1, 4\)", {"mesh": init_device_mesh("cpu", (1, 4))}),
         ("stage=2: only stage=3", {"mesh": nodes(), "stage": 2}),
         ("servers=1", {"servers": 1}),
-        ("secondary_shards='node'", {"mesh": nodes(), "placement": zerostd.Placement(secondary_shards="node")}),
+        ("secondary_shards='node'", {"mesh": nodes(), "placement": {"secondary_shards": "node"}}),
         ("needs the optimizer", {"mesh": nodes(), "optimizer": None}),
     ]
     failures = []

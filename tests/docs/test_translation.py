@@ -13,7 +13,7 @@ from docs.pages import ROOT, blocks, name
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 NUMBER = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?(?: (?:s|GiB|B|%)(?!\w)|(?= x 1024\b))?")
 SECTIONS = {  # in their order
-    "What you get": "你得到什么",
+    "What you get": "你能得到什么",
     "When to use it, and when not": "什么时候用，什么时候不用",  # noqa: RUF001
     "Measured": "实测",
     "Which placement when": "什么时候用哪种 placement",

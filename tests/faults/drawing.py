@@ -1,6 +1,7 @@
 """A fault from one number: the same seed always gives the same fault, in the same place, on the same rank.
 
-Numbers below `FIRST_OF_MACHINES` draw what happens to ranks, others what happens to drives, connections and hooks.
+Numbers below `FIRST_OF_MACHINES` draw what happens to ranks, those from there on what happens to drives, connections
+and hooks, and those from `FIRST_OF_FEATURES` on any of these, in a training that uses one more feature.
 """
 
 from __future__ import annotations
@@ -55,6 +56,24 @@ MACHINES: dict[str, tuple[str, ...]] = {  # these need the shim; states, and at 
     "checkpoint damaged": ("deleted", "cut", "overwritten"),
 }
 FIRST_OF_MACHINES = 1000
+FIRST_OF_FEATURES = 2000
+FEATURES: dict[str, tuple[int, ...]] = {  # and the stages that it is for
+    "an average": (0, 1, 2, 3),
+    "coded moments": (0, 1, 2, 3),
+    "equal models": (3,),  # a second model that shares frozen parameters
+    "freed gradients": (0, 3),
+    "gradients on disk": (2, 3),
+    "packed parameters": (3,),  # frozen ones, on disk
+    "saves beside training": (0, 1, 2, 3),  # with a share of the disk
+    "secondary shards": (3,),
+    "sleep": (0, 1, 2, 3),
+}
+NOT_WITH: dict[str, set[str]] = {  # kinds and phases
+    # Nothing is clipped, and what fails once updates have begun cannot be repeated.
+    "freed gradients": {"clip", "clip norm", "backward pre-hook", "backward hook", "parameter hook", "step pre-hook"}
+    | {"gradients dropped"},
+    "packed parameters": {"drive is full", "drive cannot be written"},  # they do not move to host memory
+}
 RECOVERED = {  # all ranks must finish, with right values
     "SIGSTOP and SIGCONT",
     "exception on all ranks, caught",
@@ -83,6 +102,7 @@ class Job:
     tier: str  # of the optimizer states; parameters and gradients follow at stage 3
     world_size: int
     device: str = "cpu"
+    feature: str = ""  # of FEATURES
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,8 @@ class Fault:
 def draw(seed: int, device: str = "cpu") -> Fault:
     """Return the fault of a seed."""
     choice = random.Random(seed)
+    if seed >= FIRST_OF_FEATURES:
+        return _with_feature(seed, choice, device)
     is_of_machines = seed >= FIRST_OF_MACHINES
     kinds = MACHINES if is_of_machines else KINDS
     kind = choice.choice([*kinds] if is_of_machines else [*kinds, *FREQUENT])
@@ -113,3 +135,16 @@ def draw(seed: int, device: str = "cpu") -> Fault:
     rank = choice.randrange(job.world_size)
     step = choice.randrange(1, STEPS - 1)
     return Fault(seed, job, kind, phase, rank, step, choice.uniform(0.0, 0.03))
+
+
+def _with_feature(seed: int, choice: random.Random, device: str) -> Fault:
+    """Return a fault of an earlier seed, in a job with a feature."""
+    feature = choice.choice([*FEATURES])
+    fault = draw(choice.randrange(FIRST_OF_FEATURES), device)
+    while {fault.kind, fault.phase} & NOT_WITH.get(feature, set()):
+        fault = draw(choice.randrange(FIRST_OF_FEATURES), device)
+    # Nodes of two ranks; and with codes a shard begins at a multiple of 64 elements, so further ranks may have nothing.
+    world_size = {"secondary shards": 4, "coded moments": 2}.get(feature, fault.job.world_size)
+    job = replace(fault.job, stage=choice.choice(FEATURES[feature]), world_size=world_size, feature=feature)
+    rank = 0 if fault.kind == "file overwritten" else fault.rank % world_size  # the last of four may have padding only
+    return replace(fault, seed=seed, job=job, rank=rank)

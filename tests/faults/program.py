@@ -24,16 +24,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerostd
 from faults.drawing import STEPS, Fault, Job
 from zerostd.communication import shared_wires
+from zerostd.policy import Kind
 
 LIMIT = "FAULTS_LIMIT_S"  # environment variable: another limit of a collective, for a busy machine
 # Of a collective; communicators of nccl take seconds to be made.
 LIMITS_S = {device: float(os.environ.get(LIMIT, seconds)) for device, seconds in (("cpu", 2.5), ("cuda", 10.0))}
 PR_SET_PDEATHSIG = 1  # of Linux
 SWAP = "swap"  # the disk tier's directory
+FROZEN = {"equal models", "packed parameters"}  # features of a model with frozen parameters
 LATE_S = 0.5  # of a rank that is late, well inside the limit
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")  # that can strike inside any call
 
@@ -57,13 +60,14 @@ class Broken(Exception):
 class Net(nn.Module):
     """Buffers, a group for each block, and places where a fault can strike."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_frozen: bool = False) -> None:
         super().__init__()
         self.inlet = nn.Linear(8, 16)
         self.norm = nn.BatchNorm1d(16)
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.outlet = nn.Linear(16, 4)
         self.strikes: dict[str, Strike] = {}
+        self.blocks[0].requires_grad_(not is_frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.inlet(x))
@@ -191,14 +195,17 @@ class Training:
         self.strike: Strike | None = None
         if fault is not None:
             self.strike = Strike(fault, rank, {*range(job.world_size)} if self.is_for_all else {fault.rank}, folder)
-        self.model: Any = Net().to(job.device)
+        self.model: Any = Net(is_frozen=job.feature in FROZEN).to(job.device)
         self.optimizer: Any = None
+        self.average: Any = None
+        self.other: Any = None  # a second model
 
     def run(self) -> list[float]:
         if self.strike is not None and self.fault is not None:
             self.model.strikes = {self.fault.phase: self.strike}
         with self.during("prepare"):
             self.model, self.optimizer = prepare(self.model, self.job, self.folder)
+            self.begin_feature()
         self.add_hooks()
         losses: list[float] = []
         for self.step in range(STEPS):
@@ -215,6 +222,26 @@ class Training:
         with self.during("release"):
             zerostd.release(self.model)
         return [*losses, float(self.model.inlet.weight.detach().double().sum())]
+
+    def begin_feature(self) -> None:
+        if self.job.feature == "an average":
+            self.average = zerostd.averaged(self.model, 0.5)
+        if self.job.feature == "equal models":
+            self.other, _ = prepare(Net(is_frozen=True).to(self.job.device), self.job, self.folder)
+            zerostd.deduplicate(self.model, self.other)
+
+    def look_at_feature(self) -> float:
+        """Use the feature between two steps; return a number that depends on it."""
+        if self.average is not None:
+            with self.average.applied():
+                return float(zerostd.full_state_dict(self.model)["inlet.weight"].double().sum())
+        if self.other is not None:
+            with zerostd.gathered(self.other), torch.no_grad():
+                return float(self.other.outlet.weight.double().sum())
+        if self.job.feature == "sleep":
+            zerostd.sleep(self.model)
+            zerostd.wake(self.model)
+        return 0.0
 
     def add_hooks(self) -> None:
         """Let the fault happen in a hook of the user's, if it says so."""
@@ -235,13 +262,16 @@ class Training:
     def look(self) -> float:
         """Make the calls around training."""
         with self.during("save"):
-            zerostd.save(f"{self.folder}/saved", self.model, self.optimizer)
+            is_beside = self.job.feature == "saves beside training"
+            saving = zerostd.save(f"{self.folder}/saved", self.model, self.optimizer, wait=not is_beside)
+        feature = self.look_at_feature()
+        saving.wait()
         if self.fault is not None and self.fault.kind == "checkpoint damaged" and self.rank == self.fault.rank:
             damage(sorted(Path(self.folder, "saved").glob("rank-*"))[self.rank], self.fault.phase)
         with self.during("full_state_dict"):
             zerostd.full_state_dict(self.model)
         with self.during("gathered"), zerostd.gathered(self.model):
-            return float(self.model.outlet.weight.detach().sum())
+            return feature + float(self.model.outlet.weight.detach().sum())
 
     def take_step(self) -> float:
         """Take one step; an exception that all ranks have is caught, and the step is taken again."""
@@ -270,7 +300,8 @@ class Training:
             return value
         loss.backward()
         self.at("clip")
-        self.optimizer.clip_grad_norm_(0.5 if self.does("other option", "clip norm") else 1.0)
+        if self.job.feature != "freed gradients":
+            self.optimizer.clip_grad_norm_(0.5 if self.does("other option", "clip norm") else 1.0)
         if self.does("call by one rank alone", "clip"):
             self.optimizer.clip_grad_norm_(1.0)
         if self.does("other option", "lr before the step"):
@@ -347,7 +378,10 @@ def damage_extent(model: nn.Module, fault: Fault) -> None:
     """Cut a scratch file of this rank, or change a byte of it, when nothing is under way."""
     runtime = model.__dict__["_zerostd"]
     runtime.optimizer.synchronize()
-    extents = sorted(runtime.resources.allocator.disk._extents, key=lambda extent: (extent.file, extent.start))
+    everything = runtime.resources.allocator.disk._extents
+    # A gradient is written before it is read again, and much of the place of a packed extent is a hole.
+    read_next = [e for e in everything if e.kind is not Kind.GRADIENTS and not e.item_bytes]
+    extents = sorted(read_next, key=lambda extent: (extent.file, extent.start))
     extent = extents[int(fault.delay_s * 1e6) % len(extents)]
     file = f"/proc/self/fd/{extent.scratch_file.fd}"
     if fault.kind == "file cut":
@@ -363,12 +397,30 @@ def damage_extent(model: nn.Module, fault: Fault) -> None:
 
 
 def prepare(model: nn.Module, job: Job, folder: str) -> tuple[Any, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    placement = zerostd.Placement(optimizer_states=job.tier)
-    if job.stage == 3 and job.tier != "device":
-        placement = zerostd.Placement(parameters=job.tier, gradients="host", optimizer_states=job.tier)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
     os.makedirs(f"{folder}/{SWAP}", exist_ok=True)  # a drive of its own: checkpoints are elsewhere
-    budget = zerostd.Budget(disk_path=f"{folder}/{SWAP}")
+    share = 0.5 if job.feature == "saves beside training" else None
+    budget = zerostd.Budget(disk_path=f"{folder}/{SWAP}", background=share)
+    options: dict[str, Any] = {"stage": job.stage, "budget": budget, "groups": ["blocks.*", "outlet"]}
+    if job.feature == "freed gradients":
+        options["accumulate"] = 1
+    if job.feature == "secondary shards":
+        options["mesh"] = init_device_mesh(job.device, (2, job.world_size // 2))
     return zerostd.prepare(
-        model, optimizer, stage=job.stage, placement=placement, budget=budget, groups=["blocks.*", "outlet"]
+        model, optimizer, placement=placement_of(job), exact=job.feature != "coded moments", **options
     )
+
+
+def placement_of(job: Job) -> zerostd.Placement:
+    kept: dict[str, Any] = {"optimizer_states": job.tier}
+    if job.stage == 3 and job.tier != "device":
+        kept |= {"parameters": job.tier, "gradients": "host"}
+    kept |= {
+        "coded moments": {"codec": {"optimizer_states": "int8"}},
+        "equal models": {"parameters": "host" if job.tier == "device" else job.tier},
+        "freed gradients": {"gradients": "device", "keep_gradients": False},
+        "gradients on disk": {"gradients": "disk"},
+        "packed parameters": {"parameters": "disk", "codec": {"parameters": "lossless"}},
+        "secondary shards": {"secondary_shards": True},
+    }.get(job.feature, {})
+    return zerostd.Placement(**kept)

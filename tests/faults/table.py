@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from faults.drawing import KINDS, MACHINES, RECOVERED
+from faults.drawing import FEATURES, KINDS, MACHINES, RECOVERED
 from faults.running import Outcome
 
 HEAD = (
@@ -22,6 +22,13 @@ def rows(outcomes: Sequence[Outcome]) -> list[str]:
             lines.append(row(kind, mine))
     lines.append(row("**all**", outcomes))
     return lines
+
+
+def rows_of_features(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the same with a line for each feature of the jobs; nothing if they have none."""
+    by_feature = {name: [outcome for outcome in outcomes if outcome.fault.job.feature == name] for name in FEATURES}
+    lines = [row(name, mine) for name, mine in by_feature.items() if mine]
+    return ["", HEAD.replace("fault", "feature", 1), "|---|--:|--:|--:|--:|--:|--:|--:|--:|", *lines] if lines else []
 
 
 def row(name: str, outcomes: Sequence[Outcome]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from faults import io_shim
-from faults.drawing import FIRST_OF_MACHINES, KINDS, MACHINES, Fault, Job, draw
+from faults.drawing import FEATURES, FIRST_OF_FEATURES, FIRST_OF_MACHINES, KINDS, MACHINES, NOT_WITH, Fault, Job, draw
 from faults.running import End, judge, reference, run
 from support import warm
 
@@ -26,6 +26,8 @@ SAMPLE = (
     Fault(7, Job(3, "device", 2), "call by one rank alone", "prepare", rank=1, step=1, delay_s=0.0),
     Fault(8, Job(3, "host", 2), "exception on all ranks, caught", "forward", rank=0, step=1, delay_s=0.0),
     Fault(9, Job(3, "device", 2), "gradients dropped", "step", rank=1, step=1, delay_s=0.0),
+    Fault(10, Job(3, "device", 4, feature="secondary shards"), "SIGKILL", "backward", rank=3, step=1, delay_s=0.0),
+    Fault(11, Job(2, "disk", 2, feature="an average"), "exception on all ranks, caught", "loss", 0, 2, delay_s=0.0),
 )
 # Run in a process that has the shim.
 OF_MACHINES = """
@@ -40,6 +42,8 @@ SAMPLE = (
     Fault(3, Job(3, "device", 2), "exception in a hook of all ranks, caught", "backward hook", 0, step=1, delay_s=0.0),
     Fault(4, Job(0, "host", 2), "checkpoint damaged", "overwritten", rank=1, step=1, delay_s=0.0),
     Fault(5, Job(3, "host", 2), "slow connection", "forward", rank=0, step=1, delay_s=0.0),
+    Fault(6, Job(3, "disk", 2, feature="freed gradients"), "byte changed on its way", "reading", 1, 1, delay_s=0.0),
+    Fault(7, Job(3, "disk", 2, feature="packed parameters"), "EIO once or twice", "reading", 0, 1, delay_s=0.0),
 )
 with ThreadPoolExecutor(3) as threads:
     outcomes = list(threads.map(run, SAMPLE))
@@ -82,6 +86,16 @@ def test_a_number_draws_the_same_fault_again_and_numbers_draw_all_kinds(
     assert faults == [draw(seed) for seed in range(first, first + 1000)]
     assert {fault.kind for fault in faults} == set(kinds)
     assert {(fault.kind, fault.phase) for fault in faults} == {(kind, phase) for kind in kinds for phase in kinds[kind]}
+
+
+def test_features_are_drawn_with_all_kinds_that_go_with_them() -> None:
+    faults = [draw(seed) for seed in range(FIRST_OF_FEATURES, FIRST_OF_FEATURES + 3000)]
+    assert faults[:100] == [draw(seed) for seed in range(FIRST_OF_FEATURES, FIRST_OF_FEATURES + 100)]
+    for feature, stages in FEATURES.items():
+        mine = [fault for fault in faults if fault.job.feature == feature]
+        assert {fault.kind for fault in mine} == {*KINDS, *MACHINES} - NOT_WITH.get(feature, set())
+        assert {fault.job.stage for fault in mine} == {*stages}
+        assert all(fault.rank < fault.job.world_size for fault in mine)
 
 
 def test_an_end_that_is_not_as_documented_is_told() -> None:

@@ -17,14 +17,14 @@ from support.compare import assert_bitwise
 from support.moments import arrays, assert_same_arrays, numbers
 from support.side_by_side import seeded
 from zerostd import Placement
-from zerostd.kernels import Adam, Split, moments, native, update
+from zerostd.kernels import MOMENT_CODECS, Adam, Split, moments, native, update
 from zerostd.kernels.rules import UpdateArguments
 
 pytestmark = pytest.mark.gpu
 
 ADAM = Adam(1e-3, 0.1, False, beta1=0.9, beta2=0.95, eps=1e-8, decoupled=True, step=3)
 RULES = {"AdamW": ADAM, "Adam": dataclasses.replace(ADAM, decoupled=False, maximize=True, step=400)}
-INT8 = {"optimizer_states": "int8"}
+each_codec = pytest.mark.parametrize("codec", MOMENT_CODECS)
 HOMES = {
     "device": Placement(),
     "cpu": Placement(optimizer_states="host", cpu_share=1.0),
@@ -39,10 +39,11 @@ def on_gpu(tensors: tuple) -> tuple:
     return tuple(Split(*(h.cuda() for h in t)) if isinstance(t, Split) else t.cuda() for t in tensors)
 
 
+@each_codec
 @pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_updates_have_the_bits_of_the_cpu(has_triton, rule, dtype, monkeypatch):
+def test_updates_have_the_bits_of_the_cpu(has_triton, rule, dtype, codec, monkeypatch):
     assert native.load() is not None
     if not has_triton:
         monkeypatch.setattr(moments, "_device_moments", lambda device_type: None)
@@ -50,7 +51,7 @@ def test_updates_have_the_bits_of_the_cpu(has_triton, rule, dtype, monkeypatch):
         (n, s, b) for n in (1, 64, 100_003) for s in (True, False) for b in (True, False)
     ):
         gradient = numbers(numel, seed=1, any_bits=any_bits).to(dtype)
-        expected = arrays(numel, is_split=is_split, any_bits=any_bits)
+        expected = arrays(numel, codec, is_split=is_split, any_bits=any_bits)
         found = on_gpu(expected)
         weights = [None if is_split else torch.empty(numel, dtype=torch.float16, device=d) for d in ("cpu", "cuda")]
         for factor in (1.0, 0.3):
@@ -67,12 +68,13 @@ def test_triton_works_here():
         assert moments._device_moments("cuda") is not None
 
 
-def test_every_instruction_set_of_this_processor_has_the_bits_of_torch():
+@each_codec
+def test_every_instruction_set_of_this_processor_has_the_bits_of_torch(codec):
     library = native.load()
     assert library is not None
-    expected = arrays(1_000_003, is_split=True, any_bits=True)
+    expected = arrays(1_000_003, codec, is_split=True, any_bits=True)
     gradient = numbers(1_000_003, seed=1, any_bits=True).bfloat16()
-    before = arrays(1_000_003, is_split=True, any_bits=True)
+    before = arrays(1_000_003, codec, is_split=True, any_bits=True)
     moments.update(UpdateArguments(ADAM, gradient, 0.5, expected, expected, None))
     for level in range(library.zs_limit_instructions(9), -1, -1):
         library.zs_limit_instructions(level)
@@ -93,7 +95,7 @@ class Net(nn.Module):
         return x
 
 
-def train(home: str, folder: Path, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(home: str, folder: Path, precision: str, codec: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     model: Any = seeded(Net).cuda()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True)
     model, optimizer = zerostd.prepare(
@@ -102,7 +104,7 @@ def train(home: str, folder: Path, precision: str) -> tuple[list[float], dict[st
         precision=precision,
         accumulate=1,
         groups=["layers.*"],
-        placement=dataclasses.replace(HOMES[home], codec=INT8),
+        placement=dataclasses.replace(HOMES[home], codec={"optimizer_states": codec}),
         budget=zerostd.Budget(disk_path=str(folder)),
         exact=False,
     )
@@ -123,12 +125,13 @@ def train(home: str, folder: Path, precision: str) -> tuple[list[float], dict[st
     return losses, {name: value.cpu() for name, value in found.items()}
 
 
+@each_codec
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_all_routes_have_the_same_bits(precision, tmp_path):
+def test_all_routes_have_the_same_bits(precision, codec, tmp_path):
     runs = {}
     for home in HOMES:
         (tmp_path / home).mkdir()
-        runs[home] = train(home, tmp_path / home, precision)
+        runs[home] = train(home, tmp_path / home, precision, codec)
     losses, expected = runs["device"]
     for home, (found, tensors) in runs.items():
         assert found == losses, home

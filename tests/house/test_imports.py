@@ -45,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "horovod": {PUBLIC},
     "cli": GROUND
     | {"api", "planning", "measuring", "reporting", "checkpointing", "communication", "tiers", "kernels", "monitoring"}
+    | {"engine.settings", "preparing.scaling"}
     | {PUBLIC},
     "__main__": {"cli"},
 }

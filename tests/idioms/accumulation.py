@@ -17,7 +17,7 @@ def _network(loop: Loop, **options: Any) -> tuple[Any, Any]:
 
 @idiom(exact=False)
 def accumulate_two_passes(loop: Loop) -> Any:
-    """Accumulate two passes in one step, without saying so."""
+    """Accumulate two passes in one step, without `accumulate=`."""
     model, optimizer = _network(loop)
     for index, batch in enumerate(loop.batches(4)):
         (loop.loss(model, batch) / 2).backward()

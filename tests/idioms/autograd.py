@@ -72,7 +72,7 @@ def backward_on_several_losses_at_once(loop: Loop) -> Any:
 
 @idiom
 def backward_with_a_given_gradient(loop: Loop) -> Any:
-    """Call backward on an output with the gradient it should have: `answer.backward(gradient)`."""
+    """Call backward on an output with a given gradient: `answer.backward(gradient)`."""
     model, optimizer = loop.prepare(loop.network())
     for x, y in loop.batches(2):
         answer = model(x)
@@ -155,7 +155,7 @@ def gradient_at_the_inputs_by_backward(loop: Loop) -> Any:
 
 @idiom
 def gradients_of_parameters_by_autograd_grad(loop: Loop) -> Any:
-    """Take gradients with `torch.autograd.grad(loss, model.parameters())` and only look at them."""
+    """Compute gradients with `torch.autograd.grad(loss, model.parameters())`, and only read them."""
     model, optimizer = loop.prepare(loop.network())
     slopes = torch.autograd.grad(loop.loss(model, loop.batch(0)), list(model.parameters()))
     loop.train(model, optimizer)
@@ -164,7 +164,7 @@ def gradients_of_parameters_by_autograd_grad(loop: Loop) -> Any:
 
 @idiom
 def gradients_taken_and_assigned(loop: Loop) -> Any:
-    """Take gradients with `torch.autograd.grad`, assign them to `p.grad`, and step."""
+    """Compute gradients with `torch.autograd.grad`, assign them to `p.grad`, and step."""
     model, optimizer = loop.prepare(loop.network())
     for batch in loop.batches(2):
         slopes = torch.autograd.grad(loop.loss(model, batch), list(model.parameters()))
@@ -177,7 +177,7 @@ def gradients_taken_and_assigned(loop: Loop) -> Any:
 
 @idiom
 def balance_losses_by_gradients_of_one_layer(loop: Loop) -> Any:
-    """Weigh two losses by the gradients they have in the last layer, as VQ-GAN does."""
+    """Weight two losses by their gradients in the last layer, as VQ-GAN does."""
     model = loop.network()
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.03))
     for x, y in loop.batches(2):
@@ -321,7 +321,7 @@ class Reversed(torch.autograd.Function):
 
 @idiom
 def gradient_reversal(loop: Loop) -> Any:
-    """Turn gradients round with an `autograd.Function`, as domain-adversarial training does."""
+    """Reverse gradients with an `autograd.Function`, as domain-adversarial training does."""
     model = loop.network()
     if loop.active:
         model.head.register_forward_pre_hook(lambda module, args: (Reversed.apply(args[0]),))

@@ -18,7 +18,7 @@ from idioms.networks import Network
 
 @idiom
 def moving_average_by_hand(loop: Loop) -> Any:
-    """Keep a moving average by hand, over `model.parameters()` asked for anew each time."""
+    """Keep a moving average by hand, over a new call of `model.parameters()` each time."""
     model, optimizer = loop.prepare(loop.network())
     average = [p.detach().clone() for p in model.parameters()]
     for batch in loop.batches(3):
@@ -165,7 +165,7 @@ def average_copied_in_for_evaluation(loop: Loop) -> Any:
 
 @idiom
 def average_loaded_for_evaluation(loop: Loop) -> Any:
-    """Evaluate with other weights by `load_state_dict`, and load the own ones again afterwards."""
+    """Load other weights with `load_state_dict` for an evaluation, and load the trained ones again."""
     model, optimizer = loop.prepare(loop.network())
     other = {name: value * 0.5 for name, value in loop.network().state_dict().items()}
     answers = []
@@ -183,7 +183,7 @@ def average_loaded_for_evaluation(loop: Loop) -> Any:
 
 @idiom
 def lookahead(loop: Loop) -> Any:
-    """Lookahead by hand: every second step slow weights move half way, and the fast ones begin there again."""
+    """Lookahead by hand: every second step, slow weights move half way to the fast ones, which restart there."""
     model = loop.network()
     slow = [p.detach().clone() for p in model.parameters()]
     model, optimizer = loop.prepare(model, loop.adamw(model, lr=0.1))
@@ -199,7 +199,7 @@ def lookahead(loop: Loop) -> Any:
 
 @idiom
 def target_network_soft_update(loop: Loop) -> Any:
-    """Update a target network softly, as DDPG does; its answers are the training targets."""
+    """Update a target network softly, as DDPG does; its outputs are the training targets."""
     model = loop.network()
     target = copy.deepcopy(model).requires_grad_(False)
     model, optimizer = loop.prepare(model)
@@ -269,7 +269,7 @@ class Bootstrap(nn.Module):
 
 @idiom
 def momentum_encoder_inside_the_model(loop: Loop) -> Any:
-    """Move a frozen momentum encoder inside the model after each step, as MoCo and BYOL do."""
+    """Update a frozen momentum encoder inside the model after each step, as MoCo and BYOL do."""
     model, optimizer = loop.prepare(loop.seeded(Bootstrap))
     for batch in loop.batches(3):
         loop.step(model, optimizer, batch)
@@ -321,7 +321,7 @@ def average_kept_by_zerostd(loop: Loop) -> Any:
 
 @idiom
 def evaluation_with_an_average_applied(loop: Loop) -> Any:
-    """Evaluate with `with average.applied():` after each step; training goes on with its own weights."""
+    """Evaluate in `with average.applied():` after each step; training continues with its own weights."""
     model, optimizer = loop.prepare(loop.network())
     average = loop.averaged(model, 0.5)
     answers = []

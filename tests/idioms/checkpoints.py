@@ -36,7 +36,7 @@ def state_dict_saved_to_a_file(loop: Loop) -> Any:
 
 @idiom
 def model_and_optimizer_saved_to_a_file(loop: Loop) -> Any:
-    """Save model and optimizer in one file with `torch.save`, load both, and go on."""
+    """Save model and optimizer in one file with `torch.save`, load both, and continue."""
     model, optimizer = loop.prepare(loop.network())
     loop.train(model, optimizer)
     file = io.BytesIO()
@@ -110,7 +110,7 @@ def load_by_copying_into_state_dict(loop: Loop) -> Any:
 
 @idiom
 def load_a_wrong_state_dict(loop: Loop) -> Any:
-    """Load a `state_dict` of another shape: an error, and nothing has changed."""
+    """Load a `state_dict` of another shape: an error that changes nothing."""
     other = loop.network().state_dict()
     other["head.weight"] = torch.zeros(3, 3)
     model, optimizer = loop.prepare(loop.network())
@@ -203,7 +203,7 @@ def pickle_the_model(loop: Loop) -> Any:
 
 @idiom
 def move_the_model_to_its_device(loop: Loop) -> Any:
-    """Call `model.to(device)` with the device that it is on."""
+    """Call `model.to(device)` with the model's own device."""
     model, optimizer = loop.prepare(loop.network())
     model.to("cpu")
     loop.train(model, optimizer)
@@ -230,7 +230,7 @@ def parameters_shared_with_other_processes(loop: Loop) -> Any:
 
 @idiom
 def go_on_after_release(loop: Loop) -> Any:
-    """Release the model and go on with a new plain optimizer."""
+    """Release the model and continue with a new plain optimizer."""
     model, optimizer = loop.prepare(loop.network())
     loop.train(model, optimizer)
     model = loop.release(model)

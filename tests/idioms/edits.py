@@ -202,7 +202,7 @@ def normalize_rows_after_each_step(loop: Loop) -> Any:
 
 @idiom
 def pull_towards_the_start(loop: Loop) -> Any:
-    """Pull weights back to those before training: `p.lerp_(start, 0.5)`."""
+    """Move weights half way back to their first values: `p.lerp_(start, 0.5)`."""
     model = loop.network()
     start = [p.detach().clone() for p in model.parameters()]
     model, optimizer = loop.prepare(model, loop.adamw(model, lr=0.1))
@@ -309,7 +309,7 @@ def edit_in_a_forward_pre_hook(loop: Loop) -> Any:
 
 @idiom
 def edit_while_gathered(loop: Loop) -> Any:
-    """Change parameters under `zerostd.gathered(model, write=True)`: what refusals point to."""
+    """Change parameters under `zerostd.gathered(model, write=True)`, as refusals advise."""
     model, optimizer = loop.prepare(loop.network())
     for batch in loop.batches(3):
         loop.step(model, optimizer, batch)

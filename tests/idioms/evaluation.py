@@ -123,7 +123,7 @@ def best_weights_kept_and_restored(loop: Loop) -> Any:
 
 @idiom
 def state_dict_kept_without_a_copy(loop: Loop) -> Any:
-    """Keep `model.state_dict()` without copying it: it follows the training."""
+    """Keep `model.state_dict()` without copying it: it changes with the model."""
     model, optimizer = loop.prepare(loop.network())
     kept = model.state_dict()
     loop.train(model, optimizer)

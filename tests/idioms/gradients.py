@@ -70,7 +70,7 @@ def check_gradients_are_finite(loop: Loop) -> Any:
 
 @idiom
 def which_gradients_are_there(loop: Loop) -> Any:
-    """Ask which parameters have a gradient: `p.grad is not None`, before, after and after `zero_grad`."""
+    """Ask which parameters have a gradient, `p.grad is not None`: before and after backward, and after `zero_grad`."""
     model, optimizer = loop.prepare(loop.network())
     seen = [[p.grad is None for p in model.parameters()]]
     loop.loss(model, loop.batch(0)).backward()
@@ -189,7 +189,7 @@ def center_gradients(loop: Loop) -> Any:
 
 @idiom
 def drop_some_gradients(loop: Loop) -> Any:
-    """Drop the gradients of a block, so that the step leaves it alone: `p.grad = None`."""
+    """Drop the gradients of a block, so that the step does not change it: `p.grad = None`."""
     model, optimizer = loop.prepare(loop.network())
     for batch in loop.batches(3):
         loop.loss(model, batch).backward()
@@ -217,7 +217,7 @@ def zero_some_gradients(loop: Loop) -> Any:
 
 @idiom
 def zero_rows_of_a_gradient(loop: Loop) -> Any:
-    """Zero some rows of a gradient, so that old tokens stay: `weight.grad[:6] = 0`."""
+    """Zero some rows of a gradient, so that old tokens do not change: `weight.grad[:6] = 0`."""
     model = loop.language(tied=False)
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=4.0))
     for index in range(3):
@@ -368,7 +368,7 @@ def post_accumulate_hook_registered_after(loop: Loop) -> Any:
 
 @idiom
 def log_gradients_in_a_post_accumulate_hook(loop: Loop) -> Any:
-    """Note which gradients are there in a post-accumulate-grad hook registered after `prepare`."""
+    """Record which gradients exist in a post-accumulate-grad hook registered after `prepare`."""
     model, optimizer = loop.prepare(loop.network())
     there: dict[str, bool] = {}
     for name, p in model.named_parameters():

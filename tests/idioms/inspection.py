@@ -62,7 +62,7 @@ def weights_as_lists(loop: Loop) -> Any:
 
 @idiom
 def print_a_parameter(loop: Loop) -> Any:
-    """Print a parameter; NaN must not show."""
+    """Print a parameter; the output has no NaN."""
     return "nan" in str(_trained(loop).head.weight)
 
 
@@ -93,7 +93,7 @@ def one_vector_as_parameters(loop: Loop) -> Any:
 
 @idiom
 def weights_compared_with_those_before(loop: Loop) -> Any:
-    """Measure how far each parameter has moved since a clone of it was made."""
+    """Measure the distance of each parameter from an earlier clone."""
     model, optimizer = loop.prepare(loop.network())
     before = [p.detach().clone() for p in model.parameters()]
     loop.train(model, optimizer)

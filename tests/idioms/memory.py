@@ -124,7 +124,7 @@ def memory_set_by_torch(loop: Loop) -> Any:
 
 @idiom
 def parameters_traded(loop: Loop) -> Any:
-    """Trade two parameters in place: `torch.utils.swap_tensors(p, q)`."""
+    """Exchange two parameters in place: `torch.utils.swap_tensors(p, q)`."""
     model, optimizer = loop.prepare(loop.network())
     loop.train(model, optimizer)
     if loop.active:

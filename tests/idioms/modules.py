@@ -170,7 +170,7 @@ def freeze_between_steps(loop: Loop) -> Any:
 
 @idiom
 def thaw_between_steps(loop: Loop) -> Any:
-    """Thaw a layer that the optimizer had from the start, frozen by `requires_grad_(False)` before."""
+    """Unfreeze a layer that the optimizer had from the start, frozen by `requires_grad_(False)` before."""
     model = loop.network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
     model.head.requires_grad_(False)
@@ -184,7 +184,7 @@ def thaw_between_steps(loop: Loop) -> Any:
 
 @idiom
 def freeze_for_a_while(loop: Loop) -> Any:
-    """Freeze a layer after `prepare` and thaw it again some steps later."""
+    """Freeze a layer after `prepare` and unfreeze it some steps later."""
     model = loop.network()
     model, optimizer = loop.prepare(model, loop.adamw(model, lr=0.03))
     if loop.active:
@@ -376,7 +376,7 @@ class Stochastic(Network):
 
 @idiom
 def stochastic_depth(loop: Loop) -> Any:
-    """Leave out blocks at random, so that some parameters get no gradient."""
+    """Skip blocks at random, so that some parameters get no gradient."""
     model, optimizer = loop.prepare(loop.seeded(Stochastic))
     torch.manual_seed(3)
     loop.train(model, optimizer, steps=4)

@@ -72,7 +72,7 @@ def layerwise_learning_rates(loop: Loop) -> Any:
 
 @idiom
 def group_frozen_by_learning_rate(loop: Loop) -> Any:
-    """Freeze a group for some steps with `lr = 0`, and let it go again."""
+    """Freeze a group for some steps with `lr = 0`, and train it again."""
     model = loop.network()
     rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
     groups = [{"params": rest}, {"params": list(model.head.parameters())}]
@@ -139,7 +139,7 @@ def group_removed(loop: Loop) -> Any:
 
 @idiom
 def group_added_when_a_layer_is_thawed(loop: Loop) -> Any:
-    """Thaw a layer in the middle of training and add it with `add_param_group`."""
+    """Unfreeze a layer in the middle of training and add it with `add_param_group`."""
     model = loop.network()
     model.stem.requires_grad_(False)
     model, optimizer = loop.prepare(model)
@@ -216,7 +216,7 @@ def maximizing(loop: Loop) -> Any:
 
 @idiom(exact=False)  # off the device options are numbers of 64 bits
 def learning_rate_as_a_tensor(loop: Loop) -> Any:
-    """Give the learning rate as a tensor and change it in place, as compiled optimizers want it."""
+    """Pass the learning rate as a tensor and change it in place, as compiled optimizers need it."""
     model = loop.network()
     rate = torch.tensor(0.01)
     model, optimizer = loop.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate, foreach=False))
@@ -301,7 +301,7 @@ def optimizer_of_ones_own(loop: Loop) -> Any:
 
 @idiom
 def optimizer_from_before_prepare(loop: Loop) -> Any:
-    """Go on with the optimizer that was passed to `prepare`, not with the one it returned."""
+    """Continue with the optimizer that was passed to `prepare`, instead of the one it returned."""
     model = loop.network()
     original = loop.adamw(model)
     model, _ = loop.prepare(model, original)
@@ -410,7 +410,7 @@ def step_hooks(loop: Loop) -> Any:
 
 @idiom
 def step_without_gradients(loop: Loop) -> Any:
-    """Step where there are no gradients: nothing happens."""
+    """Step without gradients: nothing happens."""
     model, optimizer = loop.prepare(loop.network())
     optimizer.step()
     loop.train(model, optimizer)
@@ -420,7 +420,7 @@ def step_without_gradients(loop: Loop) -> Any:
 
 @idiom
 def gradients_zeroed_in_place(loop: Loop) -> Any:
-    """Zero gradients in place with `zero_grad(set_to_none=False)`, so that momentum goes on for unused layers."""
+    """Zero gradients in place with `zero_grad(set_to_none=False)`, so that momentum continues for unused layers."""
     model, optimizer = loop.prepare(loop.network())
     for batch in loop.batches(3):
         loop.loss(model, batch).backward()
@@ -469,7 +469,7 @@ def parameters_that_overlap(loop: Loop) -> Any:
 
 @idiom
 def strided_parameters_that_overlap(loop: Loop) -> Any:
-    """Train a parameter that is a strided view, and another one that is its last row."""
+    """Train a parameter that is a strided view, and another that is the view's last row."""
     model = loop.network()
     base = torch.linspace(-1, 1, 4 * 16).view(4, 16)
     model.head.weight = torch.nn.Parameter(base[:, :8])

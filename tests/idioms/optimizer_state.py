@@ -91,7 +91,7 @@ def reset_the_step_counter(loop: Loop) -> Any:
 
 @idiom
 def clear_all_states(loop: Loop) -> Any:
-    """Forget all states: `optimizer.state.clear()`."""
+    """Drop all states: `optimizer.state.clear()`."""
     model = loop.network()
     model, optimizer = loop.prepare(model, loop.adamw(model, lr=0.03))
     loop.train(model, optimizer)
@@ -103,7 +103,7 @@ def clear_all_states(loop: Loop) -> Any:
 
 @idiom
 def replace_all_states(loop: Loop) -> Any:
-    """Forget all states: `optimizer.state = defaultdict(dict)`."""
+    """Drop all states: `optimizer.state = defaultdict(dict)`."""
     model = loop.network()
     model, optimizer = loop.prepare(model, loop.adamw(model, lr=0.03))
     loop.train(model, optimizer)
@@ -115,7 +115,7 @@ def replace_all_states(loop: Loop) -> Any:
 
 @idiom
 def delete_the_state_of_a_parameter(loop: Loop) -> Any:
-    """Forget the state of one layer, which was initialized again: `del optimizer.state[p]`."""
+    """Drop the state of one layer, which was initialized again: `del optimizer.state[p]`."""
     model = loop.network()
     model, optimizer = loop.prepare(model, loop.adamw(model, lr=0.03))
     loop.train(model, optimizer)
@@ -169,7 +169,7 @@ def load_a_state_dict_of_plain_torch(loop: Loop) -> Any:
 
 @idiom
 def prepare_an_optimizer_with_states(loop: Loop) -> Any:
-    """Prepare an optimizer that has made steps already."""
+    """Prepare an optimizer that has already made steps."""
     model = loop.network()
     optimizer = loop.adamw(model, lr=0.03)
     loop.train(model, optimizer)
@@ -227,7 +227,7 @@ def load_states_with_a_missing_key(loop: Loop) -> Any:
 
 @idiom
 def rewind_after_a_bad_step(loop: Loop) -> Any:
-    """Keep model and optimizer in memory, and go back to them after a step that went wrong."""
+    """Keep the states of model and optimizer, and restore them after a bad step."""
     model, optimizer = loop.prepare(loop.network())
     loop.train(model, optimizer)
     if loop.active:
@@ -252,7 +252,7 @@ def copy_the_optimizer(loop: Loop) -> Any:
 
 @idiom
 def optimizer_after_release(loop: Loop) -> Any:
-    """Go on with the user's own optimizer after `zerostd.release(model)`."""
+    """Continue with the original optimizer after `zerostd.release(model)`."""
     model = loop.network()
     original = loop.adamw(model, lr=0.03)
     model, optimizer = loop.prepare(model, original)

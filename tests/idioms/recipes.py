@@ -144,7 +144,7 @@ def gradients_detached_and_zeroed(loop: Loop) -> Any:
 
 @idiom
 def gradients_summed_in_own_buffers(loop: Loop) -> Any:
-    """Sum gradients of passes in tensors of the loop's own, and put the sums into `p.grad` before the step."""
+    """Sum gradients of several passes in the loop's own tensors, and put the sums into `p.grad` before the step."""
     model, optimizer = _trained(loop)
     sums = [torch.zeros_like(p) for p in model.parameters()]
     for batch in loop.batches(4):
@@ -187,7 +187,7 @@ def zero_grad_between_forward_and_backward(loop: Loop) -> Any:
 
 @idiom
 def forward_that_fails_is_skipped(loop: Loop) -> Any:
-    """Catch an error of forward and go on with the next batch, as fairseq does when memory runs out."""
+    """Catch an error of forward and continue with the next batch, as fairseq does when memory runs out."""
     model, optimizer = _trained(loop)
     failing = [False]
 
@@ -211,7 +211,7 @@ def forward_that_fails_is_skipped(loop: Loop) -> Any:
 
 @idiom
 def backward_that_fails_is_skipped(loop: Loop) -> Any:
-    """Catch an error inside backward, drop the gradients and go on with the next batch."""
+    """Catch an error inside backward, drop the gradients and continue with the next batch."""
     model, optimizer = _trained(loop)
     failing = [False]
 
@@ -263,7 +263,7 @@ def parameters_toggled_for_each_loss(loop: Loop) -> Any:
 
 @idiom
 def proximal_policy_epochs(loop: Loop) -> Any:
-    """PPO: several steps on one batch against the answers from before, with a clipped ratio and an entropy term."""
+    """PPO: several steps on one batch, with a clipped ratio to the old outputs and an entropy term."""
     model, optimizer = _trained(loop)
     for x, _ in loop.batches(2):
         with torch.no_grad():
@@ -280,7 +280,7 @@ def proximal_policy_epochs(loop: Loop) -> Any:
 
 @idiom
 def reptile(loop: Loop) -> Any:
-    """Reptile: some inner steps, then weights half way back to where they began, in fused calls."""
+    """Reptile: some inner steps, then move weights half way back to their start, in fused calls."""
     model, optimizer = _trained(loop)
     for task in range(2):
         start = [p.detach().clone() for p in model.parameters()]
@@ -323,7 +323,7 @@ def adam_written_by_hand(loop: Loop) -> Any:
 
 @idiom
 def resumed_in_the_middle_of_a_step(loop: Loop) -> Any:
-    """Keep weights, states and gradients between two passes of a step, train on, put all back and finish the step."""
+    """Save weights, states and gradients between two passes of a step, train on, restore all and finish the step."""
     model, optimizer = _trained(loop)
     loop.train(model, optimizer, steps=1)
     loop.loss(model, loop.batch(1)).backward()
@@ -404,7 +404,7 @@ def gradients_exchanged(loop: Loop) -> Any:
 
 @idiom
 def kept_gradients_are_zeroed(loop: Loop) -> Any:
-    """Keep `p.grad` in a list over `zero_grad(set_to_none=False)`: the same tensors hold zeros, then the next sum."""
+    """Keep `p.grad` in a list across `zero_grad(set_to_none=False)`: they hold zeros, then the next gradients."""
     model, optimizer = _trained(loop)
     loop.loss(model, loop.batch(0)).backward()
     kept = [p.grad for p in model.parameters()]
@@ -462,7 +462,7 @@ def results_written_into_parameters(loop: Loop) -> Any:
 
 @idiom
 def prepared_target_network(loop: Loop) -> Any:
-    """Move a second prepared model towards the first: `target.lerp_(online, 0.3)`, and answer with it."""
+    """Move a second prepared model towards the first, `target.lerp_(online, 0.3)`, and evaluate it."""
     model, optimizer = _trained(loop)
     target = loop.prepare_alone(loop.network(classes=4).requires_grad_(False))
     answers = []

@@ -114,7 +114,7 @@ def block_left_out_after_prepare(loop: Loop) -> Any:
 
 @idiom
 def blocks_in_another_order(loop: Loop) -> Any:
-    """Turn the order of the blocks round in the middle of training."""
+    """Reverse the order of the blocks in the middle of training."""
     model, optimizer = loop.prepare(loop.network())
     loop.train(model, optimizer)
     if loop.active:
@@ -180,7 +180,7 @@ def workers_that_hold_the_model(loop: Loop) -> Any:
 
 @idiom
 def embedding_perturbed_for_a_second_pass(loop: Loop) -> Any:
-    """FGM: add the direction of its gradient to the embedding, call backward again, and put it back."""
+    """FGM: add the direction of its gradient to the embedding, call backward again, and restore it."""
     model = loop.language()
     model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
     for index in range(3):

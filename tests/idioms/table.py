@@ -17,6 +17,7 @@ from idioms.running import DIFFERENT, ERROR, REFUSED, SAME, SAME_ERROR, Outcome
 
 EXPECTED = Path(__file__).with_name("expected.json")
 PEERS = Path(__file__).with_name("peers.json")  # peers.py writes it
+MOST_LINES_SHOWN = 3  # of each refusal, in the table
 GOOD = (SAME, SAME_ERROR, REFUSED)
 
 Cells = dict[str, dict[str, str]]
@@ -86,21 +87,34 @@ def markdown(outcomes: Outcomes) -> str:
         if not names:
             continue
         lines += ["", f"## {theme.replace('_', ' ').capitalize()}", ""]
-        lines.append(f"| what a loop does | {' | '.join(form.name for form in FORMS)} | FSDP2 |")
-        lines.append(f"|---|{'---|' * (len(FORMS) + 1)}")
+        lines += ["| what a loop does | zerostd | FSDP2 |", "|---|---|---|"]
         for name in names:
-            cells = [outcomes[name][form.name].outcome for form in FORMS if form.name in outcomes[name]]
-            cells.append(peers.get(name, {}).get("fsdp2", "").split(":")[0])
-            lines.append(f"| {idioms()[name].text} | {' | '.join(cells)} |")
+            cells = {form.name: outcomes[name][form.name].outcome for form in FORMS if form.name in outcomes[name]}
+            peer = peers.get(name, {}).get("fsdp2", "").split(":")[0]
+            lines.append(f"| {idioms()[name].text} | {in_words(cells)} | {peer} |")
         lines += ["", *_remedies(outcomes, names)]
     return "\n".join(lines).replace("](", "] (") + "\n"  # Markdown would take it for a link
 
 
+def in_words(cells: Mapping[str, str]) -> str:
+    """The outcome of all forms; where they differ, the most frequent one and the forms that have another."""
+    (usual, _), *others = Counter(cells.values()).most_common()
+    exceptions = (f"; {kind} in {', '.join(form for form in cells if cells[form] == kind)}" for kind, _ in others)
+    return usual + "".join(exceptions)
+
+
 def _remedies(outcomes: Outcomes, names: Iterable[str]) -> list[str]:
-    """Each refusal of a theme once, with the lines that it was raised at."""
+    """Each refusal of a theme once, with the first lines that it was raised at."""
     sources: dict[str, dict[str, None]] = {}
     for name in names:
         for outcome in outcomes[name].values():
             if outcome.outcome == REFUSED:
                 sources.setdefault(outcome.detail, {})[f"`{outcome.source}`"] = None
-    return [f"- {', '.join(lines)}: {detail}" for detail, lines in sources.items()]
+    return [f"- {lines_in_words(list(lines))}: {detail}" for detail, lines in sources.items()]
+
+
+def lines_in_words(lines: list[str]) -> str:
+    """The first lines, and the number of the others."""
+    num_others = len(lines) - MOST_LINES_SHOWN
+    named = ", ".join(lines[:MOST_LINES_SHOWN])
+    return named if num_others <= 0 else f"{named} and {num_others} other{'s' * (num_others > 1)}"

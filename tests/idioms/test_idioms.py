@@ -9,15 +9,17 @@ import ast
 import inspect
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from idioms.forms import BY_NAME, FORMS, Form
 from idioms.loop import idioms
 from idioms.running import SAME_ERROR, VISIBLE, Runner
-from idioms.table import EXPECTED, GOOD, complaints, read
+from idioms.table import EXPECTED, GOOD, complaints, in_words, lines_in_words, read
 from zerostd.tiers.debug import VARIABLE
 
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "what-your-loop-may-do.md"
 MOST_LINES = 40  # of an idiom: one screen
 
 
@@ -74,6 +76,19 @@ def check(runner: Runner, name: str, forms: list[Form]) -> None:
                 outcomes[form.name] = runner.outcome(name, form, timeout_s=20.0)
     failures = complaints(name, outcomes)
     assert not failures, "\n".join(failures)
+
+
+def test_table_names_the_forms_that_differ() -> None:
+    assert in_words({"device": "same", "host": "same"}) == "same"
+    assert in_words({"device": "refused", "early": "same", "bf16": "refused"}) == "refused; same in early"
+    assert lines_in_words(["`a`", "`b`", "`c`"]) == "`a`, `b`, `c`"
+    assert lines_in_words(["`a`", "`b`", "`c`", "`d`"]) == "`a`, `b`, `c` and 1 other"
+
+
+def test_page_has_the_expected_outcomes() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = {name: f"| {idiom.text} | {in_words(read(EXPECTED)[name])} |" for name, idiom in idioms().items()}
+    assert [name for name, row in rows.items() if row.replace("](", "] (") not in page] == []
 
 
 def test_every_cell_is_expected_to_be_good() -> None:

@@ -183,7 +183,7 @@ def hooks_on_the_state_of_the_optimizer(loop: Loop) -> Any:
 
 @idiom
 def pickle_the_optimizer(loop: Loop) -> Any:
-    """Pickle the optimizer and go on with the copy."""
+    """Pickle the optimizer and continue with the copy."""
     model, optimizer = loop.prepare(loop.network())
     loop.train(model, optimizer)
     copied = pickle.loads(pickle.dumps(optimizer))

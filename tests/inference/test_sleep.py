@@ -16,6 +16,7 @@ PLACEMENTS = {
     "states on the host": {"optimizer_states": "host", "cpu_share": 0.5},
     "parameters on the host": {"parameters": "host", "optimizer_states": "host"},
     "gradients on the host": {"gradients": "host", "optimizer_states": {"device": 0.5, "host": 0.5}},
+    "nothing on the device": {"parameters": "host", "gradients": "host", "optimizer_states": "host"},
 }
 
 
@@ -63,6 +64,22 @@ def test_training_goes_on_bit_for_bit(placement: str) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         states = [optimizer.state[model[2].weight][name].clone() for model, optimizer in (plain, tired)]
         assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("between_passes", [False, True])
+def test_a_model_that_was_saved_can_sleep(between_passes: bool, tmp_path: Path) -> None:
+    """Memory that a checkpoint was written from can be given back."""
+    model, optimizer = make({})
+    step(model, optimizer, 0)
+    if between_passes:
+        model(torch.ones(16, 8)).square().mean().backward()
+    zerostd.save(tmp_path / "saved", model, optimizer)
+    before = zerostd.full_state_dict(model)
+    zerostd.sleep(model)
+    assert not any(zerostd.memory(model).now["device"].values())
+    zerostd.wake(model)
+    ours = zerostd.full_state_dict(model)
+    assert all(torch.equal(value, ours[name]) for name, value in before.items())
 
 
 def test_bytes_are_on_the_host_meanwhile() -> None:

@@ -42,9 +42,10 @@ int64_t item_size(int32_t dtype) { return dtype == ZS_FLOAT32 ? 4 : 2; }
 struct Arrays {
   Bytes master, low, states[2];
 
-  Arrays(int64_t count, bool split, uint32_t seed, bool coded = false)
+  Arrays(int64_t count, bool split, uint32_t seed, int32_t codec = ZS_NO_CODEC)
       : master(random_bytes(count * (split ? 2 : 4), seed)), low(random_bytes(split ? count * 2 : 0, seed + 1)) {
-    const int64_t size = coded ? (count + ZS_CODED_BLOCK - 1) / ZS_CODED_BLOCK * (ZS_CODED_BLOCK + 4) : count * 4;
+    const int64_t records = (count + ZS_CODED_BLOCK - 1) / ZS_CODED_BLOCK;
+    const int64_t size = codec == ZS_INT8 ? records * (ZS_CODED_BLOCK + 4) : count * (codec == ZS_BF16 ? 2 : 4);
     for (uint32_t s = 0; s < 2; ++s) states[s] = random_bytes(size, seed + 2 + s);
   }
 
@@ -57,9 +58,11 @@ struct Arrays {
   }
 };
 
-void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_dtype, bool split, bool coded = false) {
+void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_dtype, bool split,
+            int32_t codec = ZS_NO_CODEC) {
   zs_step step{};
-  step.is_coded = coded;
+  step.codec = codec;
+  step.key = 12345;
   step.rule = rule;
   step.decay = rule == ZS_ADAM ? ZS_DECOUPLED : ZS_COUPLED;
   step.momentum = rule == ZS_SGD ? ZS_CONTINUED : ZS_NO_MOMENTUM;
@@ -76,7 +79,7 @@ void update(int64_t count, int32_t rule, int32_t gradient_dtype, int32_t weight_
   Bytes gradient = random_bytes(count * item_size(gradient_dtype), 1);
   Bytes weights[2] = {Bytes(static_cast<size_t>(count * item_size(weight_dtype))), Bytes(weights[0])};
   step.gradient = gradient.data();
-  Arrays source(count, split, 5, coded), in_place = source, apart(count, split, 9, coded);
+  Arrays source(count, split, 5, codec), in_place = source, apart(count, split, 9, codec);
   if (rule != ZS_ADAM) apart.states[1] = source.states[1];
   step.source = source.pointers(split);
   step.target = apart.pointers(split);
@@ -182,8 +185,10 @@ void all_operations(int64_t count) {
       for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false);
       update(count, rule, gradient, ZS_FLOAT32, true);
       if (rule != ZS_ADAM) continue;
-      for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false, true);
-      update(count, rule, gradient, ZS_FLOAT32, true, true);
+      for (int32_t codec : {ZS_INT8, ZS_BF16}) {
+        for (int32_t weight = 0; weight < 3; ++weight) update(count, rule, gradient, weight, false, codec);
+        update(count, rule, gradient, ZS_FLOAT32, true, codec);
+      }
     }
   }
 }
@@ -211,9 +216,11 @@ bool is_in(int32_t value, int32_t most) { return value >= 0 && value <= most; }
 
 void drawn_update(Random& random) {
   const int64_t count = draw_count(random), size = std::max<int64_t>(0, count);
-  const bool split = draw(random, 3) == 0, coded = draw(random, 3) == 0;
+  const bool split = draw(random, 3) == 0;
+  const int32_t codec = draw(random, 1) ? ZS_NO_CODEC : draw_name(random, ZS_BF16);
   zs_step step{};
-  step.is_coded = coded;
+  step.codec = codec;
+  step.key = static_cast<uint32_t>(random());
   step.rule = draw_name(random, ZS_ADAGRAD);
   step.decay = draw_name(random, ZS_DECOUPLED);
   step.momentum = step.rule == ZS_SGD ? draw_name(random, ZS_CONTINUED) : 0;
@@ -232,10 +239,10 @@ void drawn_update(Random& random) {
   step.count = count;
   const Bytes gradient = random_bytes(size * 4, random());
   Bytes weights[2] = {Bytes(static_cast<size_t>(size * 4)), Bytes(static_cast<size_t>(size * 4))};
-  Arrays source(size, split, random(), coded), in_place = source, apart = source;
+  Arrays source(size, split, random(), codec), in_place = source, apart = source;
   const Arrays before = source;
   step.gradient = gradient.data();
-  const bool is_known = is_in(step.rule, coded ? ZS_ADAM : ZS_ADAGRAD) && is_in(step.decay, step.rule == ZS_ADAM ? 2 : 1) &&
+  const bool is_known = is_in(codec, ZS_BF16) && is_in(step.rule, codec ? ZS_ADAM : ZS_ADAGRAD) && is_in(step.decay, step.rule == ZS_ADAM ? 2 : 1) &&
                         is_in(step.momentum, 2) && is_in(step.gradient_dtype, 2) && is_in(step.weight_dtype, 2) &&
                         count >= 0 && step.num_threads >= 1;
   const int32_t status = is_known ? ZS_OK : ZS_BAD_ARGUMENT;
@@ -310,8 +317,8 @@ int main(int argc, char** argv) {
     for (int64_t count : {0, 1, 15, 17, 1000, 40003}) all_operations(count);
   }
   zs_limit_instructions(9);
-  for (bool coded : {false, true}) {  // long enough to be written around the cache
-    update((1 << 20) + 100, ZS_ADAM, ZS_BFLOAT16, ZS_BFLOAT16, false, coded);
+  for (int32_t codec : {ZS_NO_CODEC, ZS_INT8, ZS_BF16}) {  // long enough to be written around the cache
+    update((1 << 20) + 100, ZS_ADAM, ZS_BFLOAT16, ZS_BFLOAT16, false, codec);
   }
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i) callers.emplace_back([] { all_operations(40003); });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,16 @@ import torch
 from torch import nn
 
 import zerostd
-from models.junk import cases, check
+from models.junk import CLASSES, METHODS, NOT_CALLED, cases, check
 from zerostd import MisuseError, PrepareError, ZerostdError
 from zerostd.errors import CheckpointError
 
 SOME = ["True", "-1", "nan", "text", "null character", "nested list", "object", "tensor", "empty module", "device file"]
+SOME += ["not UTF-8", "10**30", "long list"]
+OF_OTHER_ROOMS = {  # public methods that users have no use for, and torch's own
+    *("optimizer.step", "optimizer.zero_grad", "optimizer.begin_backward_updates", "optimizer.check_consistent"),
+    *("plan.activations_of", "plan.placement"),
+}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -25,6 +31,24 @@ def test_junk_is_refused_by_an_error_of_ours(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some junk is a fine relative path to write to
     assert check(name, argument, SOME) == []
+
+
+def test_every_public_name_and_method_with_arguments_is_tried() -> None:
+    tried = {name for name, _ in cases()}
+    names = {name for name in zerostd.__all__ if not name.endswith("Error")}
+    assert names - tried == set(NOT_CALLED)
+    methods = {
+        f"{name}.{method}"
+        for name, kind in CLASSES.items()
+        for method, value in vars(kind).items()
+        if not method.startswith("_") and {*signature(value)} - {"self", "cls"}
+    }
+    assert methods - OF_OTHER_ROOMS == set(METHODS)
+
+
+def signature(value: Any) -> list[str]:
+    function = getattr(value, "__func__", value)
+    return list(inspect.signature(function).parameters) if inspect.isroutine(function) else []
 
 
 def make(width: int = 4) -> tuple[nn.Module, Any]:

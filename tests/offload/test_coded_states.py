@@ -1,7 +1,7 @@
-"""Moments kept as codes of 8 bits: the same bits on every route, tier, stage and number of ranks, and close to exact.
+"""Moments in fewer bytes: the same bits on every route, tier, stage and number of ranks, and close to exact.
 
-The oracle does not use the library's layout: plain torch, parameter by parameter, states coded in blocks from each
-parameter's start. What codes mean is tested in tests/kernels/test_moments.py.
+The oracle does not use the library's layout: plain torch, parameter by parameter, int8 in blocks from each parameter's
+start. What codes mean is tested in tests/kernels/test_moments.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from support.moments import state
 from support.processes import doing
 from support.side_by_side import data, seeded
 from zerostd import Placement, PrepareError
-from zerostd.kernels import Moment, decode_moments, update
+from zerostd.kernels import MOMENT_CODECS, decode_moments, update
 from zerostd.kernels.rules import Adam
 from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.policy import Kind
 
 INT8 = {"optimizer_states": "int8"}
-MOMENTS = {"exp_avg": Moment.AVERAGE, "exp_avg_sq": Moment.SQUARES}
+BF16 = {"optimizer_states": "bf16"}
+STATES = ("exp_avg", "exp_avg_sq")
+each_codec = pytest.mark.parametrize("codec", MOMENT_CODECS)
 STEPS = 4
 WIDTH = 53  # no parameter is a multiple of 64 long
 
@@ -65,7 +67,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=5e-3)
 
 
-def by_hand(precision: str, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
+def by_hand(precision: str, codec: str, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """Losses; masters and decoded states by name."""
     model = seeded(Net)
     shown = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -73,7 +75,8 @@ def by_hand(precision: str, steps: int = STEPS) -> tuple[list[float], dict[str, 
     if precision == "bf16":
         masters = {name: moved_from_ties(master) for name, master in masters.items()}
         model.bfloat16()
-    states = {name: [state(torch.zeros(m.numel()), moment) for moment in Moment] for name, m in masters.items()}
+    moments = MOMENT_CODECS[codec]
+    states = {name: [state(torch.zeros(m.numel()), moment) for moment in moments] for name, m in masters.items()}
     counts = dict.fromkeys(shown, 0)
     losses = []
     for number in range(steps):
@@ -95,15 +98,15 @@ def by_hand(precision: str, steps: int = STEPS) -> tuple[list[float], dict[str, 
                 masters[name] = moved_from_ties(masters[name])
     found = {name: master.view(shown[name].shape) for name, master in masters.items()}
     for name, codes in states.items():
-        for (key, moment), coded in zip(MOMENTS.items(), codes, strict=True):
+        for key, moment, coded in zip(STATES, moments, codes, strict=True):
             numbers = decode_moments(coded, moment, masters[name].numel())
             found[f"{name}.{key}"] = numbers.view(shown[name].shape)
     return losses, found
 
 
-def prepared(placement: Placement | None, folder: Any, **options: Any) -> tuple[Any, Any]:
+def prepared(placement: Placement | None, folder: Any, codec: str, **options: Any) -> tuple[Any, Any]:
     model = seeded(Net)
-    placement = dataclasses.replace(placement or Placement(), codec=INT8)
+    placement = dataclasses.replace(placement or Placement(), codec={"optimizer_states": codec})
     options = {"groups": ["layers.*"], "accumulate": 1, "exact": False, **options}
     budget = zerostd.Budget(disk_path=str(folder))
     return zerostd.prepare(model, adamw(model), placement=placement, budget=budget, **options)
@@ -125,7 +128,7 @@ def found_in(model: Any, optimizer: Any) -> dict[str, Tensor]:
     found = {n: value for n, value in zerostd.full_state_dict(model).items() if not n.startswith("layers.1.")}
     for name, p in model.named_parameters():
         if p in optimizer.state:
-            found |= {f"{name}.{key}": optimizer.state[p][key].clone() for key in MOMENTS}
+            found |= {f"{name}.{key}": optimizer.state[p][key].clone() for key in STATES}
     return found
 
 
@@ -139,7 +142,7 @@ def tiles() -> Iterator[None]:
     """Several tiles, of whole blocks."""
     with (
         mock.patch.object(cpu_updater, "TILE_NUMEL", 11 * 64),
-        mock.patch.object(cpu_updater, "DISK_TILE_NUMEL", cpu_updater.CODED_UNIT),
+        mock.patch.object(cpu_updater, "DISK_TILE_NUMEL", 1 << 16),
         mock.patch.object(streamed_updater, "TILE_NUMEL", 16 * 64),
     ):
         yield
@@ -148,23 +151,24 @@ def tiles() -> Iterator[None]:
 SPECULATING = Placement(optimizer_states="host", cpu_share=0.5, speculate=True)
 
 
+@each_codec
 @pytest.mark.parametrize("name", [None, *PLACEMENTS, "speculating"])
-def test_all_routes_and_tiers_have_the_bits_of_plain_torch(name: str | None, tmp_path: Path) -> None:
+def test_all_routes_and_tiers_have_the_bits_of_plain_torch(name: str | None, codec: str, tmp_path: Path) -> None:
     placement = SPECULATING if name == "speculating" else None if name is None else PLACEMENTS[name]
     clipping = {"max_grad_norm": 1e9} if name == "speculating" else {}
     for precision in ("bf16", "fp32"):
-        losses, expected = by_hand(precision)
-        model, optimizer = prepared(placement, tmp_path, precision=precision, **clipping)
+        losses, expected = by_hand(precision, codec)
+        model, optimizer = prepared(placement, tmp_path, codec, precision=precision, **clipping)
         assert run_steps(model, optimizer, range(STEPS)) == losses, f"{name}, {precision}"
         assert_bitwise(found_in(model, optimizer), expected, f"{name}, {precision}")
         assert all(shard.is_coded for shard in shards_of(model))
         zerostd.release(model)
 
 
-def on_ranks(rank: int, size: int, folder: str) -> list[str]:
+def on_ranks(rank: int, size: int, codec: str, folder: str) -> list[str]:
     """Every rank has the same data, so the mean of gradients is the gradient of one."""
     failures = []
-    losses, expected = by_hand("bf16")
+    losses, expected = by_hand("bf16", codec)
     for stage, name in (
         (0, None),
         (1, "states on host"),
@@ -174,7 +178,7 @@ def on_ranks(rank: int, size: int, folder: str) -> list[str]:
     ):
         doing(f"stage {stage}, {name}")
         placement = None if name is None else PLACEMENTS[name]
-        model, optimizer = prepared(placement, folder, precision="bf16", stage=stage)
+        model, optimizer = prepared(placement, folder, codec, precision="bf16", stage=stage)
         label = f"rank {rank} of {size}, stage {stage}, {name}"
         if run_steps(model, optimizer, range(STEPS)) != losses:
             failures.append(f"{label}: other losses")
@@ -184,26 +188,28 @@ def on_ranks(rank: int, size: int, folder: str) -> list[str]:
     return failures
 
 
+@each_codec
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_have_the_bits_of_one(size: int, ranks: Any, tmp_path: Path) -> None:
-    agree(ranks(size, on_ranks, size, str(tmp_path)))
+def test_ranks_have_the_bits_of_one(size: int, codec: str, ranks: Any, tmp_path: Path) -> None:
+    agree(ranks(size, on_ranks, size, codec, str(tmp_path)))
 
 
 # -- checkpoints --
 
 
-def go_on(rank: int, path: str, folder: str, expected: list[float]) -> list[str]:
+def go_on(rank: int, path: str, folder: str, codec: str, expected: list[float]) -> list[str]:
     """Load what one rank saved, on two, go on, and hand it back through torch's format."""
     failures = []
     for name in (None, "states on host, half streamed", "states on disk"):
-        model, optimizer = prepared(None if name is None else PLACEMENTS[name], folder, precision="bf16", stage=3)
+        placement = None if name is None else PLACEMENTS[name]
+        model, optimizer = prepared(placement, folder, codec, precision="bf16", stage=3)
         zerostd.load(path, model, optimizer)
         if run_steps(model, optimizer, range(2, STEPS)) != expected:
             failures.append(f"rank {rank}, {name}: other losses")
         before = found_in(model, optimizer)
         zerostd.save_dcp(f"{folder}/{name}", model, optimizer)
         zerostd.release(model)
-        model, optimizer = prepared(None, folder, precision="bf16", stage=2)
+        model, optimizer = prepared(None, folder, codec, precision="bf16", stage=2)
         zerostd.load_dcp(f"{folder}/{name}", model, optimizer)
         after = found_in(model, optimizer)
         failures += [f"rank {rank}, {name}: {key}" for key in before if not torch.equal(before[key], after[key])]
@@ -212,23 +218,25 @@ def go_on(rank: int, path: str, folder: str, expected: list[float]) -> list[str]
     return failures
 
 
-def test_training_resumes_bit_for_bit_at_any_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
-    losses, expected = by_hand("bf16")
-    model, optimizer = prepared(PLACEMENTS["states on all tiers"], tmp_path, precision="bf16")
+@each_codec
+def test_training_resumes_bit_for_bit_at_any_number_of_ranks(codec: str, ranks: Any, tmp_path: Path) -> None:
+    losses, expected = by_hand("bf16", codec)
+    model, optimizer = prepared(PLACEMENTS["states on all tiers"], tmp_path, codec, precision="bf16")
     run_steps(model, optimizer, range(2))
     zerostd.save(tmp_path / "one", model, optimizer)
     assert run_steps(model, optimizer, range(2, STEPS)) == losses[2:]
     zerostd.release(model)
-    agree(ranks(2, go_on, str(tmp_path / "one"), str(tmp_path), losses[2:]))
+    agree(ranks(2, go_on, str(tmp_path / "one"), str(tmp_path), codec, losses[2:]))
     for name in (None, "states on host", "states on disk, streamed"):
-        model, optimizer = prepared(None if name is None else PLACEMENTS[name], tmp_path, precision="bf16")
+        model, optimizer = prepared(None if name is None else PLACEMENTS[name], tmp_path, codec, precision="bf16")
         zerostd.load(tmp_path / "states on disk again", model, optimizer)
         assert_bitwise(found_in(model, optimizer), expected, f"{name}")
         zerostd.release(model)
 
 
-def test_states_are_fp32_numbers_to_users_and_to_runs_without_codes(tmp_path: Path) -> None:
-    model, optimizer = prepared(PLACEMENTS["states on host"], tmp_path, precision="bf16")
+@each_codec
+def test_states_are_fp32_numbers_to_users_and_to_runs_without_codes(codec: str, tmp_path: Path) -> None:
+    model, optimizer = prepared(PLACEMENTS["states on host"], tmp_path, codec, precision="bf16")
     run_steps(model, optimizer, range(2))
     weight = model.layers[0].weight
     average = optimizer.state[weight]["exp_avg"]
@@ -254,18 +262,22 @@ def test_states_are_fp32_numbers_to_users_and_to_runs_without_codes(tmp_path: Pa
 # -- bytes --
 
 
+@each_codec
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_moments_take_an_eighth_over_two_bytes(tier: str, tmp_path: Path) -> None:
-    model, optimizer = prepared(Placement(optimizer_states=tier), tmp_path, precision="bf16")
+def test_moments_take_as_many_bytes_as_their_codes(tier: str, codec: str, tmp_path: Path) -> None:
+    model, optimizer = prepared(Placement(optimizer_states=tier), tmp_path, codec, precision="bf16")
     flats = [flat for group in model.__dict__["_zerostd"].groups for flat in group.flats if flat.state_shards]
     numel = sum(flat.layout.numel for flat in flats)
     for flat in flats:
-        assert all(interval.offset % 64 == 0 for interval in flat.layout.intervals)
-    states = numel * 2 + 2 * numel // 64 * 68  # the lower halves of masters, and both moments
+        aligned = [interval.offset % 64 == 0 for interval in flat.layout.intervals]
+        assert all(aligned) if codec == "int8" else flat.layout.gaps[:-1] == (), "gaps are for blocks only"
+    both = {"int8": 2 * numel // 64 * 68, "bf16": 4 * numel}[codec]
+    states = numel * 2 + both  # with the lower halves of masters
     pages = 0 if tier == "device" else 3 * 4096 * len(shards_of(model))
     for _ in range(2):
         held = zerostd.memory(model).now[tier][Kind.OPTIMIZER_STATES.value]
         assert states <= held <= states + pages, f"{held} bytes for {numel} elements"
+        assert zerostd.memory(model).coded[Kind.OPTIMIZER_STATES.value] == (8 * numel, both)
         run_steps(model, optimizer, range(1))
     zerostd.release(model)
 
@@ -288,8 +300,10 @@ def test_what_cannot_be_coded_is_refused_by_name() -> None:
     refused("the optimizer is NAdam", torch.optim.NAdam)
     refused(r"AdamW\(amsgrad=True\)", lambda params: torch.optim.AdamW(params, amsgrad=True))
     refused("'scale' is torch.float64", net=seeded(Net).double())
-    refused("no codec 'int4'", placement=Placement(codec={"optimizer_states": "int4"}))
+    refused("no codec 'int4'.*'int8', 'bf16'", placement=Placement(codec={"optimizer_states": "int4"}))
     refused("no codec 'int8' for 'parameters'", placement=Placement(codec={"parameters": "int8"}))
+    refused("'bf16'.*exact=False", placement=Placement(codec=BF16), exact=True)
+    refused("'bf16'} is for .* the optimizer is NAdam", torch.optim.NAdam, placement=Placement(codec=BF16))
     with pytest.raises(PrepareError, match="needs the optimizer"):
         zerostd.prepare(seeded(Net), placement=Placement(codec=INT8), exact=False)
 
@@ -334,8 +348,9 @@ def linear(values: Tensor, largest_code: int) -> Tensor:
 def losses_of(how: str) -> list[float]:
     model: Any = seeded(Gpt)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
-    if how == "int8":
-        model, optimizer = zerostd.prepare(model, optimizer, placement=Placement(codec=INT8), exact=False)
+    if how in MOMENT_CODECS:
+        placement = Placement(codec={"optimizer_states": how})
+        model, optimizer = zerostd.prepare(model, optimizer, placement=placement, exact=False)
     losses = []
     for number in range(120):
         loss = text_loss(model, number)
@@ -354,8 +369,9 @@ def losses_of(how: str) -> list[float]:
 
 def test_coded_moments_train_as_exact_ones_do_and_plain_codes_do_not() -> None:
     """Plain codes have no companding, and let small squares become zero."""
-    exact, coded, bare = (losses_of(how) for how in ("exact", "int8", "linear"))
+    exact, bare = (losses_of(how) for how in ("exact", "linear"))
     assert exact[-1] < 0.7 * exact[0], "nothing was learnt"
-    apart = max(abs(mine - theirs) for mine, theirs in zip(coded, exact, strict=True))
-    assert apart < 0.05, f"int8 is {apart} from exact"
+    for codec, most in (("int8", 0.05), ("bf16", 0.02)):
+        apart = max(abs(mine - theirs) for mine, theirs in zip(losses_of(codec), exact, strict=True))
+        assert apart < most, f"{codec} is {apart} from exact"
     assert not bare[-1] < exact[len(bare) - 1] + 1, f"without companding {bare[-1]} after {len(bare)} steps"

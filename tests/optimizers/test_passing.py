@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +163,35 @@ def _refusal(rank: int, stage: int) -> str:
     with pytest.raises(PrepareError) as caught:
         make(stage=stage, placement=Placement(keep_gradients=False))
     return str(caught.value)
+
+
+def _recovered(rank: int, stage: int, folder: str) -> bool:
+    """Fail on all ranks after the first updates of a pass, load, and go on; return whether the values are right."""
+    placement = Placement(optimizer_states="host", keep_gradients=False)
+    model, optimizer = make(stage=stage, placement=placement)
+    for step in range(4):
+        if step == 2:
+            zerostd.save(folder, model, optimizer)
+        loss_of(model, 10 * step + rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = zerostd.full_state_dict(model)
+    zerostd.load(folder, model, optimizer)
+    failing = model[0].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 20 + rank).backward()
+    failing.remove()
+    with pytest.raises(MisuseError, match="load the last checkpoint"):
+        optimizer.zero_grad()
+    zerostd.load(folder, model, optimizer)
+    for step in range(2, 4):
+        loss_of(model, 10 * step + rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ours = zerostd.full_state_dict(model)
+    return all(torch.equal(value, ours[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_go_on_from_a_checkpoint_after_a_pass_that_failed(ranks: Any, stage: int, tmp_path: Path) -> None:
+    assert ranks(2, _recovered, stage, str(tmp_path / "saved")) == [True, True]

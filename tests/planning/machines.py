@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from zerostd.planning import DiskRates, GroupProfile, Link, MachineProfile, ModelProfile, Plan, PlanRequest, Processor
-from zerostd.planning.planner import Counted, solve
+from zerostd.planning.planner import Bytes, fitting
 from zerostd.planning.pricing import plan_from
-from zerostd.planning.solution import model_state
+from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Tier
 
 GIB = 2**30
@@ -66,8 +66,17 @@ def request_of(model: ModelProfile, limits: Mapping[Tier, int] = EVERYTHING, **o
 
 def make_plan(request: PlanRequest, notes: Sequence[str] = ()) -> Plan:
     """The fastest plan that fits, its bytes by the closed form."""
-    solution = solve(request)
-    return plan_from(Counted(solution, model_state(solution)), notes)
+    return plan_from(fitting(request, closed_form)[0], notes)
+
+
+def closed_form(solution: Solution) -> Bytes:
+    """Count what the program knows, without what it was told to leave free."""
+    return model_state(replace(solution, request=replace(solution.request, fixed={})))
+
+
+def fitted(request: PlanRequest) -> Solution:
+    """The best that fits by the closed form. Raises PrepareError as prepare does."""
+    return fitting(request, closed_form)[0].solution
 
 
 def rates(low: float, high: float) -> st.SearchStrategy[float]:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import zerostd
-from planning.machines import GIB, H200, gpt, request_of
+from planning.machines import GIB, H200, closed_form, gpt, request_of
 from zerostd import Budget, Placement, Plan
+from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import TrialSizes, load_or_measure
-from zerostd.planning.cluster import TrainingOptions, plan_on
-from zerostd.planning.cluster import count as by_closed_form
 from zerostd.planning.planner import Counted
 from zerostd.planning.searching import search, search_coded
 from zerostd.policy import Kind, Tier
+from zerostd.preparing.scaling import plan_numbers
 
 INT8 = {"optimizer_states": "int8"}
 TINY = TrialSizes(parameters=1 << 16, cpu_side=64, turns=1, seconds=0.01)
@@ -33,8 +33,8 @@ DEPTH = 8
 def chosen(device: int, compute_s: float) -> Counted:
     """The best plan of a GPT of 1.3 B parameters on this much of the device, beside plenty of the host."""
     request = request_of(gpt(2048, 24, compute_s, shared_bytes=2), {Tier.DEVICE: device, Tier.HOST: 100 * GIB})
-    exact = search([request], by_closed_form, may_speculate=False).best
-    best = search_coded([request], by_closed_form, may_speculate=False).best
+    exact = search([request], closed_form, may_speculate=False).best
+    best = search_coded([request], closed_form, may_speculate=False).best
     if best.solution.request.codec:
         assert best.seconds < 0.95 * exact.seconds
     else:
@@ -66,11 +66,11 @@ def test_the_cpu_is_counted_on_for_less_with_codes() -> None:
 
 def test_a_model_that_fits_only_with_codes_is_planned_with_them() -> None:
     model = gpt(6144, 44, shared_bytes=2)  # 20 B parameters
-    use = TrainingOptions(budget=Budget(device="120GiB", host="60GiB"))
+    settings = Settings(budget=Budget(device="120GiB", host="60GiB"))
     machine = replace(H200, disk=None)
     with pytest.raises(PrepareError, match="is missing"):
-        plan_on(model, machine, use)
-    plan = plan_on(model, machine, replace(use, exact=False))
+        plan_numbers(model, machine, settings)
+    plan = plan_numbers(model, machine, replace(settings, exact=False))
     assert plan.codec == INT8
     assert "Coded: optimizer states (int8). Results differ" in plan.explain()
     assert Plan.from_json(plan.to_json()) == plan

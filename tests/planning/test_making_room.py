@@ -6,21 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from planning.machines import GIB, H200, gpt, request_of
+from planning.machines import GIB, H200, closed_form, gpt, request_of
 from zerostd.errors import PrepareError
 from zerostd.planning import PlanRequest
 from zerostd.planning.planner import Bytes, fitting, total
 from zerostd.planning.searching import search
-from zerostd.planning.solution import Solution, model_state
+from zerostd.planning.solution import Solution
 from zerostd.policy import Kind, Tier
 
 MODEL = gpt(4096, 32, 0.7)  # 6.6 billion parameters
 WORKING = 2 * GIB
-
-
-def closed_form(solution: Solution) -> Bytes:
-    """Count what the program knows, without what it was told to leave free."""
-    return model_state(replace(solution, request=replace(solution.request, fixed={})))
 
 
 def with_buffers(solution: Solution) -> Bytes:

@@ -127,7 +127,7 @@ def test_seconds_follow_flops_and_the_measured_total() -> None:
         pytest.approx((0.1, 0.3)),
         pytest.approx((0.3, 0.9)),
     ]
-    model = ModelProfile("estimated", groups, samples=2, recomputes=True)
+    model = ModelProfile("estimated", groups, samples=2, recomputed=1.0)
     rate = H200.matrix["bfloat16"] * H200.achieved
     assert [cost.forward_s for cost in group_costs(request_of(model))] == pytest.approx([2e9 / rate, 6e9 / rate])
     assert [cost.backward_s for cost in group_costs(request_of(model))] == pytest.approx([6e9 / rate, 18e9 / rate])
@@ -481,9 +481,9 @@ def test_what_is_missing_is_enough_and_no_less_is(request: PlanRequest, part: fl
         assert sum(short.values()) < FEW
         return
     assert sum(short.values()) > 0
-    assert solved(request, {tier: limit + short[tier] + 1 for tier, limit in limits.items()}) is not None
+    assert solved(request, {tier: limit + short.get(tier, 0.0) + 1 for tier, limit in limits.items()}) is not None
     if sum(short.values()) > 10**6:  # else a hundredth is within the solver's tolerance
-        assert solved(request, {tier: limit + 0.99 * short[tier] for tier, limit in limits.items()}) is None
+        assert solved(request, {tier: limit + 0.99 * short.get(tier, 0.0) for tier, limit in limits.items()}) is None
 
 
 def test_what_is_missing_by_hand() -> None:

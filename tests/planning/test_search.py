@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planning.machines import H200, plain, request_of
+from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.planning import Plan, PlanRequest, Wire
-from zerostd.planning.cluster import TrainingOptions, divisions, plan_on, shortest, table
 from zerostd.planning.described import from_numbers
 from zerostd.planning.planner import Counted
-from zerostd.planning.searching import Refusal, search
+from zerostd.planning.searching import SearchResult, divisions, search, table
 from zerostd.planning.simulation import Timeline
 from zerostd.planning.solution import Solution, model_state
 from zerostd.policy import Budget, Stage, Tier
+from zerostd.preparing.scaling import plan_numbers
 
 STAGE = Stage.PARAMETERS
 
@@ -62,20 +63,20 @@ def counted(request: PlanRequest, step_s: float) -> Counted:
 SECONDS = {16: 2.0, 8: 1.005, 4: 1.0, 2: 1.5, 1: 3.0}  # by samples in a pass; more do not fit
 
 
-def solved() -> tuple[list[Counted], list[Refusal]]:
+def solved() -> SearchResult:
     """Large passes do not fit; of the others the larger ones are faster, but for one that is nearly as fast."""
     requests = [step_of(size, passes) for size, passes in divisions(64)]
     fits = [counted(each, SECONDS[each.model.samples or 0]) for each in requests if (each.model.samples or 0) <= 16]
     large = [each for each in requests if (each.model.samples or 0) > 16]
     text = "stage 3 on 1 rank(s) does not fit: {}.5 GiB of the device is missing. Pity"
-    return fits, [(each, PrepareError(text.format(each.model.samples))) for each in large]
+    return SearchResult(fits, [(each, PrepareError(text.format(each.model.samples))) for each in large])
 
 
 def test_the_shortest_is_found_and_others_are_told() -> None:
-    fits, refused = solved()
-    best = shortest(fits)
+    result = solved()
+    best = result.shortest
     assert best.solution.request == step_of(8, 8) and best.seconds == 1.005  # almost, in half the passes
-    assert table(fits, refused, best).splitlines() == [
+    assert table(result).splitlines() == [
         "A step of 64 samples is divided into passes of 8: accumulate=8. Tried:",
         "  64 x 1: 64.5 GiB of the device is missing",
         "  32 x 2: 32.5 GiB of the device is missing",
@@ -89,9 +90,9 @@ def test_the_shortest_is_found_and_others_are_told() -> None:
 
 def test_of_each_division_the_best_stage_is_told() -> None:
     fits = [counted(step_of(4, 2, stage), seconds) for stage, seconds in zip(Stage, (4.0, 2.0, 3.0), strict=False)]
-    text = table(fits, [(step_of(4, 2), PrepareError("no"))], fits[1])
-    assert text.endswith("Tried:\n  4 x 2: 2 s a step")
-    assert shortest(fits) is fits[1]
+    result = SearchResult(fits, [(step_of(4, 2), PrepareError("no"))])
+    assert table(result).endswith("Tried:\n  4 x 2: 2 s a step")
+    assert result.shortest is fits[1]
 
 
 def test_nothing_that_fits_is_the_last_refusal() -> None:
@@ -102,6 +103,8 @@ def test_nothing_that_fits_is_the_last_refusal() -> None:
 
 # -- of models in numbers --
 
+KEEP = frozenset({"keep"})
+ANY = frozenset({"keep", "recompute", "host"})
 SMALL = Budget(device="30GiB", host="100GiB")
 
 
@@ -115,51 +118,48 @@ def chosen(plan: Plan) -> tuple[int, int, list[str]]:
 
 def test_a_batch_is_divided_as_is_fastest() -> None:
     model, machine = from_numbers("1.3B"), replace(H200, disk=None)
-    plan = plan_on(model, machine, TrainingOptions(batch=24, budget=SMALL))
+    plan = plan_numbers(model, machine, Settings(budget=SMALL), batch=24, ways=KEEP)
     samples, passes, lines = chosen(plan)
     assert samples * passes == 24 and len(lines) == len(divisions(24))
     assert "24 x 1" in lines[0] and "is missing" in lines[0]
     steps = {}
     for size, count in divisions(24):
         try:
-            one = plan_on(replace(model, samples=size), machine, TrainingOptions(accumulate=count, budget=SMALL))
+            settings = Settings(accumulate=count, budget=SMALL)
+            one = plan_numbers(replace(model, samples=size), machine, settings, ways=KEEP)
             steps[size] = one.predicted.step_s
         except PrepareError:
             assert any(f"{size} x {count}" in line and "missing" in line for line in lines)
     assert plan.predicted.step_s == pytest.approx(steps[samples])
     assert steps[samples] <= min(steps.values()) * 1.011
-    assert not any("accumulate= does not say" in note for note in plan.notes)
+    assert not any("accumulate= was not passed" in note for note in plan.notes)
 
 
 def test_more_to_do_with_activations_lets_more_samples_into_a_pass() -> None:
     model, machine = from_numbers("1.3B"), replace(H200, disk=None)
-    use = TrainingOptions(batch=32, budget=SMALL)
-    kept, any_way = (plan_on(model, machine, replace(use, activations=frozenset(ways))) for ways in KEEP_AND_ANY)
+    settings = Settings(budget=SMALL)
+    kept, any_way = (plan_numbers(model, machine, settings, batch=32, ways=ways) for ways in (KEEP, ANY))
     assert "missing" in chosen(kept)[2][0] and "missing" not in chosen(any_way)[2][0]
     assert any_way.predicted.step_s <= kept.predicted.step_s * 1.01
 
 
-KEEP_AND_ANY = (("keep",), ("keep", "recompute", "host"))
-
-
 def test_a_batch_with_samples_or_passes_is_no_search() -> None:
     model = from_numbers("100M")
-    by_samples = plan_on(replace(model, samples=4), H200, TrainingOptions(batch=16))
-    by_passes = plan_on(model, H200, TrainingOptions(batch=16, accumulate=4))
+    by_samples = plan_numbers(replace(model, samples=4), H200, Settings(), batch=16)
+    by_passes = plan_numbers(model, H200, Settings(accumulate=4), batch=16)
     assert chosen(by_samples)[:2] == chosen(by_passes)[:2] == (4, 4)
     assert by_samples.predicted == by_passes.predicted
     for samples, passes in ((3, None), (None, 5), (4, 2)):
         with pytest.raises(PrepareError, match="a batch of 16 cannot be"):
-            plan_on(replace(model, samples=samples), H200, TrainingOptions(batch=16, accumulate=passes))
+            plan_numbers(replace(model, samples=samples), H200, Settings(accumulate=passes), batch=16)
     with pytest.raises(PrepareError, match="batch=0"):
-        TrainingOptions(batch=0)
+        plan_numbers(model, H200, Settings(), batch=0)
 
 
 def test_stages_and_speculation_are_searched_with_the_batch() -> None:
     machine = replace(H200, disk=None, ranks_per_node=8, wires=(Wire("inside", 8, 4e11, 1e-5),))
-    plan = plan_on(
-        from_numbers("1.3B"), machine, TrainingOptions(8, clips=True, batch=8, budget=Budget(device="12GiB"))
-    )
+    settings = Settings(max_grad_norm=1.0, budget=Budget(device="12GiB"))
+    plan = plan_numbers(from_numbers("1.3B"), machine, settings, 8, batch=8, ways=KEEP)
     assert plan.stage in (Stage.GRADIENTS, Stage.PARAMETERS)
     assert len(chosen(plan)[2]) == 4
     assert any("Doubling the micro-batch" in note for note in plan.notes)
@@ -169,8 +169,9 @@ def test_stages_and_speculation_are_searched_with_the_batch() -> None:
 def test_a_plan_that_speculates_says_what_steps_take_without(samples: int) -> None:
     """And advises against it where clipped steps take longer than all would without."""
     model, budget = replace(from_numbers("1.3B"), samples=samples), Budget(device="22GiB")
-    plan = plan_on(model, H200, TrainingOptions(clips=True, accumulate=1, budget=budget))
-    late = plan_on(model, H200, TrainingOptions(clips=True, budget=budget))
+    settings = Settings(max_grad_norm=1.0, budget=budget)
+    plan = plan_numbers(model, H200, replace(settings, accumulate=1), ways=KEEP)
+    late = plan_numbers(model, H200, settings, ways=KEEP)
     assert plan.speculate and not late.speculate and late.predicted.clipped_s is None
     assert f"A clipped step takes {plan.predicted.clipped_s:.3g} s." in plan.explain()
     advice = f"Without speculation every step takes {late.predicted.step_s:.3g} s."

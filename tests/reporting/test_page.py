@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import pytest
 from reporting.browser import Document, find_browser, rendered
 from reporting.runs import end, event, held, plan_data, real_run, seconds, step, write_run
 from zerostd.cli.machines import find_machine
+from zerostd.engine.settings import Settings
 from zerostd.monitoring.texts import seconds_text
-from zerostd.planning.cluster import TrainingOptions, plan_on
 from zerostd.planning.described import from_numbers
 from zerostd.policy import Budget
+from zerostd.preparing.scaling import plan_numbers
 from zerostd.reporting import page_of, plan_page, read_run, report_of
 
 BROWSER = find_browser()
@@ -185,11 +185,9 @@ def test_browser_draws_every_number(two: dict[str, Any], tmp_path: Path, width: 
 def test_browser_draws_the_simulated_step_of_a_plan(tmp_path: Path) -> None:
     machine, _ = find_machine("1xt4-16", None)
     assert machine is not None
-    options = TrainingOptions(clips=True)
-    plans = [
-        plan_on(from_numbers("350M", samples=1, sequence=256), machine, replace(options, budget=Budget(device=size)))
-        for size in ("4GiB", "6GiB")
-    ]
+    model = from_numbers("350M", samples=1, sequence=256)
+    budgets = [Budget(device=size) for size in ("4GiB", "6GiB")]
+    plans = [plan_numbers(model, machine, Settings(max_grad_norm=1.0, budget=budget)) for budget in budgets]
     slide = "slider.value = 1; slider.dispatchEvent(new Event('input'));"
     document = opened(plan_page(EVIL, plans[0], plans), tmp_path, 390, script=slide)
     assert len(document.all("rect", data_bar=None)) == len(plans[0].spans) > 20

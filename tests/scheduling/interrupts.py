@@ -34,6 +34,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "parameters on host": {"placement": Placement(parameters="host", optimizer_states="host", gradients="host")},
     "parameters on disk": {"placement": Placement(parameters="disk", optimizer_states="disk", gradients="host")},
     "clipped": {"placement": Placement(parameters="disk", optimizer_states="host"), "max_grad_norm": 0.1},
+    "gradients on disk": {"placement": Placement(gradients="disk", optimizer_states="disk", parameters="host")},
+    "coded": {"placement": Placement(optimizer_states="disk", codec={"optimizer_states": "int8"}), "exact": False},
     "recomputed": {"placement": Placement(parameters="disk", activations="recompute+host")},
 }
 

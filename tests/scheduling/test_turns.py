@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import zerostd
 from scheduling.interrupts import FORMS, differences, run
 from zerostd import Placement
 from zerostd.engine.runtime import runtime_of
-from zerostd.errors import MisuseError
+from zerostd.errors import CheckpointError, MisuseError
 
 WIDTH = 64
 PLACEMENTS = {
@@ -138,9 +139,76 @@ def test_a_step_that_raised_can_be_repeated(placement: Placement, where: str) ->
     assert all(torch.equal(value, trained[name]) for name, value in expected.items())
 
 
-def test_a_pass_that_raised_after_its_updates_began_is_told() -> None:
-    with pytest.raises(MisuseError, match=r"zero_grad\(\) between backward and optimizer.step\(\), but the update"):
-        train_with(Failing("gradient"), PLACEMENTS["disk"], accumulate=1)
+INSIDE_BACKWARD: dict[str, dict[str, Any]] = {  # updates that begin there
+    "host": {"placement": PLACEMENTS["host"]},
+    "disk": {"placement": PLACEMENTS["disk"]},
+    "freed gradients": {"placement": Placement(keep_gradients=False)},
+    "speculative": {"placement": Placement(optimizer_states="host", speculate=True), "max_grad_norm": 1e6},
+}
+
+
+def prepared_to_fail(options: dict[str, Any]) -> tuple[nn.Module, Any, Failing]:
+    torch.manual_seed(3)
+    failing = Failing("backward")
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model[1].register_full_backward_hook(lambda *_: failing("backward"))
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return *zerostd.prepare(model, adamw, groups=["*"], accumulate=1, **options), failing
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+
+
+@pytest.mark.parametrize("options", INSIDE_BACKWARD.values(), ids=INSIDE_BACKWARD.keys())
+def test_a_pass_that_raised_after_its_updates_began_needs_a_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+    model, optimizer, _ = prepared_to_fail(options)
+    for step in range(6):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = zerostd.full_state_dict(model)
+
+    model, optimizer, failing = prepared_to_fail(options)
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    zerostd.save(tmp_path / "saved", model, optimizer)
+    failing.step = 1
+    with pytest.raises(ValueError, match="planted"):
+        backward(model, 4)
+    calls: list[Callable[[], Any]] = [
+        *(optimizer.step, optimizer.zero_grad, lambda: backward(model, 4), lambda: zerostd.release(model)),
+        *(lambda: zerostd.save(tmp_path / "torn", model, optimizer), lambda: zerostd.load(tmp_path / "saved", model)),
+        *(lambda: zerostd.full_state_dict(model), lambda: zerostd.sleep(model), optimizer.state_dict),
+    ]
+    for call in calls:
+        with pytest.raises(MisuseError, match=r"a backward pass failed after .* had begun .* load the last check"):
+            call()
+    with pytest.raises(CheckpointError):
+        zerostd.load(tmp_path / "nothing", model, optimizer)
+    with pytest.raises(MisuseError, match="load the last checkpoint"):
+        optimizer.zero_grad()
+    zerostd.load(tmp_path / "saved", model, optimizer)
+    for step in range(4, 6):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    ours = zerostd.full_state_dict(model)
+    assert all(torch.equal(value, ours[name]) for name, value in expected.items())
+
+
+def test_a_model_is_not_released_between_the_first_update_and_the_step() -> None:
+    model, optimizer, _ = prepared_to_fail(INSIDE_BACKWARD["host"])
+    for step in range(2):
+        backward(model, step)
+        if step:
+            with pytest.raises(MisuseError, match=r"zerostd.release\(\) between backward and optimizer.step\(\)"):
+                zerostd.release(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    zerostd.release(model)
 
 
 @placements

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zerostd.kernels import Moment, Split, encode_moments, split
-from zerostd.kernels.moments import BLOCK, RECORD
+from zerostd.kernels import MOMENT_CODECS, Moment, Split, encode_moments, split
+from zerostd.kernels.moments import BLOCK, INT8_AVERAGE
 
 Arrays = tuple[Tensor | Split, ...]
 
@@ -24,15 +24,15 @@ def numbers(numel: int, *, seed: int, any_bits: bool = False) -> Tensor:
 
 def state(values: Tensor, moment: Moment) -> Tensor:
     """The codes of a state."""
-    coded = torch.empty(Moment.num_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    coded = torch.empty(moment.num_elements(values.numel()), dtype=moment.dtype, device=values.device)
     encode_moments(values, moment, coded)
     return coded
 
 
-def arrays(numel: int, *, is_split: bool, any_bits: bool = False) -> Arrays:
+def arrays(numel: int, codec: str, *, is_split: bool, any_bits: bool = False) -> Arrays:
     """A master and the states of Adam."""
     master, average, square = (numbers(numel, seed=seed, any_bits=any_bits) for seed in (2, 3, 4))
-    states = (state(average * 0.1, Moment.AVERAGE), state(square.square(), Moment.SQUARES))
+    states = map(state, (average * 0.1, square.square()), MOMENT_CODECS[codec])
     return (split(master) if is_split else master, *states)
 
 
@@ -46,7 +46,7 @@ def assert_same_arrays(ours: tuple, theirs: tuple, label: str) -> None:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.dtype == torch.uint8:
-        a, b = (records.view(-1, RECORD) for records in (a, b))
+        a, b = (records.view(-1, INT8_AVERAGE.record) for records in (a, b))
         scales = [records[:, BLOCK:].contiguous().view(torch.float32) for records in (a, b)]
         return torch.equal(a[:, :BLOCK], b[:, :BLOCK]) and _same(*scales)
     if a.is_floating_point():

@@ -36,7 +36,7 @@ from zerostd.checkpointing.storage.manifest import encode_value
 from zerostd.checkpointing.storage.writing import end_process
 from zerostd.engine.averaging import averages_of
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import CheckpointError, MisuseError
+from zerostd.errors import CheckpointError, MisuseError, check_flag
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import scalar_states
 from zerostd.parameters.intervals import SavedInterval
@@ -80,8 +80,9 @@ class DcpSaving(PendingSave):
 
 
 @torch.no_grad()
-def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra: Any, *, is_async: bool) -> DcpSaving:
-    """Save. All ranks call it. If `is_async`, this rank's part is copied to host memory first, and a thread writes."""
+def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra: Any, *, wait: bool) -> DcpSaving:
+    """Save. All ranks call it. Without `wait`, this rank's part is copied to host memory first, and a thread writes."""
+    check_flag("wait", wait, CheckpointError)
     check_call(runtime, optimizer, "save_dcp")
     if runtime.backward.passes.num_done:
         raise MisuseError(
@@ -94,13 +95,13 @@ def save_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str, extra
     control = runtime.gatherer.control
     state = control.on_all_ranks(describe, "zerostd.save_dcp()", CheckpointError, "; nothing was saved")
     group = runtime.world.checkpoint_group()
-    call = partial(async_save if is_async else save, state, planner=SavePlanner(), no_dist=group is None)
+    call = partial(save if wait else async_save, state, planner=SavePlanner(), no_dist=group is None)
     future: Future[Any] = Future()
     try:
         result = call(storage_writer=writer(path), process_group=group)
     except FAILURES as error:
         raise CheckpointError(f"{path} cannot be written: {first_failure(error)}") from error
-    if is_async:
+    if not wait:
         future = result if isinstance(result, Future) else result.upload_completion
     else:
         future.set_result(result)

@@ -57,7 +57,7 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
         if optimizer is not None:
             raise CheckpointError(
                 f"{path} is an ordinary model without optimizer states: leave the optimizer out of "
-                "zerostd.load. The masters take the new values, and states begin with training"
+                "zerostd.load. Masters take the new values, and optimizer states stay as they are"
             )
         readers.update(open_model(path, files))
         return _match_names(runtime.model, _model_tensors(runtime), readers)

@@ -77,6 +77,10 @@ def load_in_two_phases(
         for shard in (shard for flat in group.flats for shard in flat.state_shards):
             shard.seals.clear()  # files are read past torch
         runtime.renew(group)
+    updates = None if runtime.optimizer is None else runtime.optimizer.backward_updates
+    if runtime.gradients.refusal is not None and updates is not None and runtime.optimizer is not None:
+        updates.forget()
+        runtime.optimizer.zero_grad()
     return checked
 
 
@@ -153,7 +157,7 @@ def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manif
 
 
 def _average_problems(runtime: Runtime, manifest: Manifest, *, is_resumed: bool) -> Iterator[str]:
-    """Yield what does not fit about averages. A model that is not trained on may do without."""
+    """Yield the problems with averages. A model whose training does not resume needs none."""
     averages = {average.name: average for average in averages_of(runtime)}
     if is_resumed and len(averages) < len(manifest.averages):
         yield f"it has {len(manifest.averages)} average(s): make them with zerostd.averaged(model, ...) before loading"

@@ -15,6 +15,7 @@ def release_model(runtime: Runtime) -> None:
     """Make the model an ordinary one again, with parameters in the dtypes they had."""
     with runtime.turn:
         runtime.wait_gradients()
+        runtime.gradients.check_unlocked("zerostd.release()")
         runtime.gatherer.control.confirm("zerostd.release()")
         finish_saves(runtime)
         runtime.hooks.remove()

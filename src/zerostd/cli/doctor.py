@@ -64,8 +64,8 @@ def doctor(
 ) -> None:
     """Check what training needs: versions, kernels, accelerator, memory, disk, process group.
 
-    It takes a few seconds. The exit code is 0, or 1 if something does not work. Under torchrun all ranks take part, and
-    rank 0 prints the findings.
+    It takes a few seconds. The exit code is 0, or 1 if something does not work.
+    Under torchrun all ranks take part, and rank 0 prints the findings.
     """
     findings = examine(disk)
     is_healthy = all(finding.status != "failure" for finding in findings)

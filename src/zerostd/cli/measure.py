@@ -29,8 +29,8 @@ def measure(
 ) -> None:
     """Measure this machine: its link, CPU, memory, matrix products and disk.
 
-    It takes less than half a minute. The profile is saved, and measured again when the machine or versions change.
-    Under torchrun it also measures the wires between the ranks.
+    It takes less than half a minute. The profile is kept until the machine or
+    versions change. Under torchrun it also measures the wires between ranks.
     """
     profile, is_kept = measure_here(disk_path, again=again)
     if not is_first_rank():

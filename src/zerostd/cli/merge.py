@@ -23,8 +23,8 @@ def merge(
 ) -> None:
     """Write the model of a checkpoint as safetensors files.
 
-    Torch, transformers and the Hugging Face Hub read them. The command takes one process and little memory, and needs
-    neither a GPU nor the model.
+    Torch, transformers and the Hugging Face Hub can read them. One process
+    does it, with little memory and without a GPU or the model.
     """
     paths = merging.merge(checkpoint, out, dtype, max_shard_size)
     sizes = {path: os.path.getsize(path) for path in paths}

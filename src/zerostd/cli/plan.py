@@ -16,14 +16,16 @@ from zerostd import api
 from zerostd.cli.machines import find_machine
 from zerostd.cli.measure import measured
 from zerostd.cli.printing import in_options, show_scaling, show_states, title_of, write
-from zerostd.cli.sources import Built, check_options, in_precision, make_model, parse_budget, parse_counts, parse_ways
+from zerostd.cli.sources import Built, check_options, make_model, parse_budget, parse_counts, parse_ways
+from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring.model import profile_model
 from zerostd.monitoring.texts import size_text
 from zerostd.planning import MachineProfile, ModelProfile, Plan
-from zerostd.planning.cluster import NO_WIRES, ScalingRow, TrainingOptions, plan_on, scaling
 from zerostd.planning.described import from_config, from_numbers
 from zerostd.policy import Precision, Stage, Tier, limit_of
+from zerostd.preparing.scaling import ScalingRow, plan_numbers
+from zerostd.preparing.scaling import scaling as worlds_of
 from zerostd.reporting import plan_page
 
 SEQUENCE = 1024  # tokens of a sample of a model in numbers, if nobody says
@@ -37,8 +39,8 @@ MACHINE = (
 )
 LIMITS = "Limit of each tier, such as device=24GiB,host=96GiB,disk=200GiB."
 BATCH = "Samples in a step on one rank. Without --samples, the planner also chooses the size of a pass."
-RECOMPUTE = "Recompute blocks in backward: they keep only their inputs."
-WAYS = "Ways to handle activations; the planner chooses among them: keep,recompute,recompute+host,host, or any."
+RECOMPUTE = "Recompute all activations in backward: short for --activations recompute."
+WAYS = "Ways of activations to choose among: keep,recompute,recompute+host,host, or any. Default: any."
 EXACT = "--no-exact lets the plan keep Adam's moments in 8 bits, as prepare(exact=False) does."
 WORLDS = "Compare numbers of ranks, such as 64,256,1024. Without --samples, the planner chooses the pass size for each."
 STEP_SAMPLES = "With --scaling: samples in a step over all ranks."
@@ -84,79 +86,90 @@ def plan(
 ) -> None:
     """Plan where model state is kept, and predict how long a step takes."""
     check_options(context.params)
-    numbers = Precision.parse(precision)
     described, num_ranks = find_machine(machine, disk_path)
     world = num_ranks if world is None else world
-    options = TrainingOptions(
-        world_size=1 if world is None else world,
+    settings = Settings(
         stage=None if stage is None else Stage.parse(stage),
+        precision=Precision.parse(precision),
         accumulate=accumulate,
-        clips=clip,
-        scales_loss=numbers.scales_loss,
+        max_grad_norm=1.0 if clip else None,  # that there is one matters, not which
         budget=parse_budget(budget, disk_path),
-        activations=parse_ways(activations),
-        batch=batch,
         exact=exact,
     )
     tokens = SEQUENCE if sequence is None else sequence
     gpt = partial(from_numbers, hidden=hidden, layers=layers, vocabulary=vocabulary, samples=samples)
     models = [gpt(size, sequence=tokens) for size in params or ()]
     models += [] if config is None else [from_config(config, sequence=sequence, samples=samples)]
-    models = [replace(in_precision(model, numbers), recomputes=recompute) for model in models]
     source = make_model(function, is_meta=meta) if function else models[0]
+    ways = parse_ways("recompute" if recompute else activations)
     if table:
         show_states(models, as_json=as_json)
     elif scaling is not None:
-        title, rows = _scale(source, options, numbers, described, parse_counts(scaling), step_samples)
+        scale = partial(worlds_of, worlds=parse_counts(scaling), ways=ways, samples_per_step=step_samples)
+        title, rows = _scale(source, settings, described, scale)
         show_scaling(title, rows, tokens if params else sequence, as_json=as_json)
+    elif isinstance(source, ModelProfile):
+        plan_with = partial(_plan_numbers, source, described, partial(plan_numbers, batch=batch, ways=ways), world)
+        _show(plan_with, settings, output, html, as_json=as_json)
     else:
-        plan_with = partial(_plan, source, precision=numbers, machine=described, world=world)
-        _show(plan_with, options, output, html, as_json=as_json)
+        built = _profiled(source, settings.precision, described, world)
+        _show(partial(_plan_module, built, described, world), settings, output, html, as_json=as_json)
 
 
-def _show(
-    plan_with: Callable[[TrainingOptions], tuple[str, Plan]],
-    options: TrainingOptions,
-    output: Path | None,
-    html: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def _profiled(source: Built, precision: Precision, machine: MachineProfile | None, world: int | None) -> Built:
+    """Measure a module that has a batch, and put its needs in place of the batch: plans for several budgets agree."""
+    model, optimizer, batch = source
+    if optimizer is None or batch is None:
+        return source
+    measure = partial(profile_model, model, optimizer, precision=precision, num_ranks=world or 1)
+    return model, optimizer, measure(batch=batch, probe=machine is None)
+
+
+PlanWith = Callable[[Settings], tuple[str, Plan]]  # returns a title too
+
+
+def _show(plan_with: PlanWith, settings: Settings, output: Path | None, html: Path | None, *, as_json: bool) -> None:
     """Make a plan, write the files that were asked for, and print it."""
-    title, plan = plan_with(options)
+    title, plan = plan_with(settings)
     if output is not None:
         write(output, plan.to_json())
     if html is not None:
-        write(html, plan_page(title, plan, _for_other_budgets(plan, options, plan_with)))
+        write(html, plan_page(title, plan, _for_other_budgets(plan, settings, plan_with)))
     typer.echo(plan.to_json() if as_json else f"{title}\n\n{in_options(plan.explain())}\n", nl=False)
 
 
-def _for_other_budgets(plan: Plan, options: TrainingOptions, plan_with: Callable[..., tuple[str, Plan]]) -> list[Plan]:
+def _for_other_budgets(plan: Plan, settings: Settings, plan_with: PlanWith) -> list[Plan]:
     """Return the plan, and those for less and more of the device that fit."""
     plans = [plan]
     for part in PARTS:
-        budget = replace(options.budget, device=int(part * plan.limits[Tier.DEVICE]))
+        budget = replace(settings.budget, device=int(part * plan.limits[Tier.DEVICE]))
         with contextlib.suppress(PrepareError):
-            plans.append(plan_with(replace(options, budget=budget))[1])
+            plans.append(plan_with(replace(settings, budget=budget))[1])
     return plans
 
 
-def _plan(
-    source: ModelProfile | Built,
-    options: TrainingOptions,
-    precision: Precision,
+def _plan_numbers(
+    model: ModelProfile,
     machine: MachineProfile | None,
+    plan_on: Callable[[ModelProfile, MachineProfile, Settings, int], Plan],
     world: int | None,
+    settings: Settings,
 ) -> tuple[str, Plan]:
-    """Return a title and the plan; for a module the one that prepare would make, to the byte."""
-    budget = options.budget
+    """Return a title and the plan of a model in numbers."""
     here = machine is None
-    if isinstance(source, ModelProfile):
-        machine = machine or measured(budget.disk_path)
-        with Console(stderr=True).status("planning"):
-            plan = plan_on(source, machine, options)
-        name = f"this machine ({machine.name})" if here else machine.name
-        return title_of(source.name, source.numel, name), _with_notes(plan, machine, options, here=here)
+    machine = machine or measured(settings.budget.disk_path)
+    with Console(stderr=True).status("planning"):
+        plan = plan_on(model, machine, settings, 1 if world is None else world)
+    name = f"this machine ({machine.name})" if here else machine.name
+    return title_of(model.name, model.numel, name), _with_notes(plan, machine, settings, here=here)
+
+
+def _plan_module(
+    source: Built, machine: MachineProfile | None, world: int | None, settings: Settings
+) -> tuple[str, Plan]:
+    """Return a title and the plan that prepare would make of a module, to the byte."""
+    budget = settings.budget
+    here = machine is None
     model, optimizer, batch = source
     if machine is not None and machine.disk is not None:
         budget = replace(budget, disk_path=machine.disk.path)
@@ -169,50 +182,41 @@ def _plan(
             batch=batch,
             world_size=world,
             machine=machine,
-            stage=options.stage,
-            precision=precision,
-            accumulate=options.accumulate,
-            max_grad_norm=1.0 if options.clips else None,  # that there is one matters, not which
-            exact=options.exact,
+            stage=settings.stage,
+            precision=settings.precision,
+            accumulate=settings.accumulate,
+            max_grad_norm=settings.max_grad_norm,
+            exact=settings.exact,
         )
     numel = sum(parameter.numel() for parameter in model.parameters())
-    title = title_of(type(model).__name__, numel, "this machine" if machine is None else machine.name)
-    if plan.world_size > 1 and plan.predicted.step_s is not None and not (machine is not None and machine.wires):
-        plan = replace(plan, notes=(*plan.notes, NO_WIRES))
-    return title, plan
+    return title_of(type(model).__name__, numel, "this machine" if machine is None else machine.name), plan
 
 
-def _with_notes(plan: Plan, machine: MachineProfile, options: TrainingOptions, *, here: bool) -> Plan:
+def _with_notes(plan: Plan, machine: MachineProfile, settings: Settings, *, here: bool) -> Plan:
     """Return the plan, with a note if it is for more memory than the machine has whose rates it uses."""
     free = machine.free.get("device", 0)
-    limit = limit_of(options.budget.device)
+    limit = limit_of(settings.budget.device)
     if limit is None or limit <= free:
         return plan
     whose = "this machine" if here else machine.name
-    note = (
-        f"The budget for the device is {size_text(limit)}, but {whose} has {size_text(free)} free. All rates are those "
-        f"of {whose}."
-    )
-    return replace(
-        plan, notes=(*plan.notes, note + (" Name another machine with --machine, such as 8xh100-80." if here else ""))
-    )
+    advice = " Name another machine with --machine, such as 8xh100-80." if here else ""
+    note = f"The budget for the device is {size_text(limit)}, but {whose} has {size_text(free)} free. "
+    return replace(plan, notes=(*plan.notes, f"{note}All rates are those of {whose}.{advice}"))
 
 
 def _scale(
     source: ModelProfile | Built,
-    options: TrainingOptions,
-    precision: Precision,
+    settings: Settings,
     machine: MachineProfile | None,
-    worlds: list[int],
-    step_samples: int | None,
+    scale: Callable[..., list[ScalingRow]],
 ) -> tuple[str, list[ScalingRow]]:
     """Return a title and a row for each number of ranks."""
     if isinstance(source, ModelProfile):
         profile = source
     else:
         model, optimizer, batch = source
-        profile = profile_model(model, optimizer, precision=precision, batch=batch)
-    machine = machine or measured(options.budget.disk_path)
+        profile = profile_model(model, optimizer, precision=settings.precision, batch=batch)
+    machine = machine or measured(settings.budget.disk_path)
     with Console(stderr=True).status("planning"):
-        rows = scaling(profile, machine, worlds, use=options, samples_per_step=step_samples)
+        rows = scale(profile, machine, settings=settings)
     return f"{title_of(profile.name, profile.numel, machine.name)}; predicted, not measured", rows

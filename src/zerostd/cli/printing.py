@@ -19,8 +19,8 @@ from rich.table import Column, Table
 from zerostd.errors import StorageError
 from zerostd.monitoring.texts import count_text, rate_text, seconds_text, short_size
 from zerostd.planning import ModelProfile
-from zerostd.planning.cluster import ScalingRow, state_bytes
 from zerostd.policy import Stage, Tier
+from zerostd.preparing.scaling import ScalingRow, state_bytes
 
 WIDTH = 80  # where the output is no terminal
 DEGREES = (1, 4, 16, 64, 256, 1024)
@@ -42,7 +42,6 @@ def title_of(name: str, numel: int, machine: str) -> str:
 
 
 OPTIONS = {  # what plans and errors call things in Python, and options of the command line
-    "accumulate= does not say how": "--accumulate does not say how",
     "leave accumulate= out of prepare": "leave --accumulate out",
     "accumulate= was not passed to prepare": "--accumulate was not given",
     ", or None to keep each parameter's dtype": "",
@@ -120,8 +119,8 @@ def _table(*heads: str) -> Table:
 
 def state_rows(model: ModelProfile) -> list[dict[str, Any]]:
     """Return GB of model state on one device at stages 0 to 3, by number of devices, with the paper's digits. The paper
-    has whole masters."""
-    model = replace(model, shared_bytes=0)
+    trains in fp16, whose masters are whole."""
+    model = replace(model, dtype="float16")
     return [
         {"devices": degree, **{f"stage_{s.value}": _digits(state_bytes(model, s, degree) / 1e9) for s in Stage}}
         for degree in DEGREES

@@ -29,8 +29,8 @@ def report(
 ) -> None:
     """Write an HTML page about one or several runs.
 
-    It shows what bounds a step, memory over time, the timeline of a step, waiting, and the plan beside measurements.
-    The page is one HTML file that needs no network.
+    It shows what bounds a step, memory over time, the timeline of a step,
+    waiting, and the plan beside measurements. It needs no network.
     """
     if trace is not None and len(run_dirs) > 1:
         raise MisuseError(

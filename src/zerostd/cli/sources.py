@@ -10,16 +10,14 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerostd.errors import PrepareError, hint_for
-from zerostd.planning import ModelProfile
 from zerostd.planning.profiles import WAYS
-from zerostd.policy import Budget, Precision, Tier
+from zerostd.policy import Budget, Tier
 
 OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that say nothing to the user
 
@@ -59,26 +57,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise PrepareError("--batch is per rank; with --scaling give the samples of a step with --step-samples")
     if "table" not in names and len(given.get("params", ())) > 1:
         raise PrepareError("several --params go with --table only; plan one model at a time")
-
-
-def in_precision(model: ModelProfile, precision: Precision) -> ModelProfile:
-    """Return a model in numbers, which is for bf16; in fp32 a parameter is its own master, and activations are twice as
-    long."""
-    if precision.name == "fp16":
-        return replace(model, dtype="float16", shared_bytes=0)
-    if precision.name != "fp32":
-        return model
-    groups = tuple(
-        replace(
-            group,
-            kept_bytes=2 * group.kept_bytes,
-            boundary_bytes=2 * group.boundary_bytes,
-            peak_bytes=2 * group.peak_bytes,
-        )
-        for group in model.groups
-    )
-    model = replace(model, groups=groups, dtype="float32")
-    return replace(model, parameter_bytes=4, gradient_bytes=4, state_bytes=8, master_bytes=4, shared_bytes=0)
 
 
 def make_model(name: str, *, is_meta: bool) -> Built:
@@ -168,8 +146,8 @@ def parse_counts(text: str) -> list[int]:
 
 
 def parse_ways(text: str | None) -> frozenset[str]:
-    """Return ways to treat activations from 'keep,recompute' or 'any'."""
-    words = [] if text is None else [word.strip() for word in text.split(",")]
+    """Return ways to treat activations from 'keep,recompute' or 'any', which is the default."""
+    words = ["any"] if text is None else [word.strip() for word in text.split(",")]
     if words == ["any"]:
         return frozenset(WAYS)
     if unknown := [word for word in words if word not in WAYS]:

@@ -1,4 +1,4 @@
-"""Control messages: small, on the CPU, once or twice a step. Ranks agree, or learn who differs.
+"""Control messages: small collectives on the CPU, by which ranks agree or learn which rank differs.
 
 `check_equal` at prepare finds ranks with different models before they can hang. `agree` after each backward says
 which parameters were used on any rank, that all ranks gathered the same groups in the same order, and that they take
@@ -44,7 +44,7 @@ class Control:
         gathered groups in another `sequence`, or has other `facts` or notes."""
         assert self.world.channels is not None
         ours = ([where], list(sequence), [*facts, *self.notes])
-        checksum = zlib.crc32(repr(ours).encode()).to_bytes(4, "little")
+        checksum = zlib.crc32(repr(ours).encode(errors="backslashreplace")).to_bytes(4, "little")
         tail = checksum + bytes(255 - byte for byte in checksum)
         message = torch.frombuffer(bytearray(bytes(used) + tail), dtype=torch.uint8)
         with self.world.at(where), self.world.waiting() as wait:
@@ -72,7 +72,8 @@ class Control:
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
         """Raise PrepareError if the `lines` of the ranks differ, with the first difference."""
-        digests = self.collect(f"{len(lines)}:{zlib.crc32(chr(10).join(lines).encode())}", "zerostd.prepare()")
+        text = chr(10).join(lines).encode(errors="backslashreplace")  # names of files need not be text
+        digests = self.collect(f"{len(lines)}:{zlib.crc32(text)}", "zerostd.prepare()")
         if len(set(digests)) > 1:
             everyone = self.collect(list(lines), "zerostd.prepare()")
             raise PrepareError(f"ranks were given different {what}: {_first_difference(everyone, self.world)}")

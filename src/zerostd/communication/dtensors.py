@@ -1,4 +1,4 @@
-"""Parameters that are DTensors over another mesh than ours, as tensor parallelism makes them.
+"""Parameters that are DTensors over another mesh, as tensor parallelism makes them.
 
 Flats hold local tensors. A `Spec` has the properties of a DTensor besides its local tensor: it converts local values to
 the DTensor that the user's modules see, and back. It knows which box of the whole tensor this rank has, and how many
@@ -183,8 +183,7 @@ def _listed(splits: Sequence[Rows]) -> str:
 
 
 def check_layouts(splits: Sequence[Rows], nodes: Rows | None, control: dist.ProcessGroup) -> None:
-    """Raise on all ranks if some were given another mesh of the same ranks, or other nodes: they would wait for each
-    other."""
+    """Raise on all ranks if some were given another mesh of the same ranks, or other nodes, and would wait forever."""
     ranks = dist.get_process_group_ranks(control)
     layouts: list[Any] = [None] * len(ranks)
     dist.all_gather_object(layouts, f"{splits}" if nodes is None else f"{nodes} as nodes", group=control)

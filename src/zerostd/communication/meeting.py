@@ -1,4 +1,4 @@
-"""How ranks meet: the default process group of those that a launcher started, made where the user has made none."""
+"""How ranks meet: the default process group, initialised here if the user has not done so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other ranks, asked directly: is each of them there, and where is it in its program?
+"""Queries to the other ranks: is each of them alive, and where is it in its program?
 
 Every rank listens on a socket. A thread answers questions, and tells the next rank once a second where this rank is. So
 another rank knows where a rank was last seen when its process is gone. Training sends no message for this. The loop

@@ -1,4 +1,4 @@
-"""Where a rank is in its program, as it tells the other ranks."""
+"""Places: where a rank is in its program, as it reports to the other ranks."""
 
 from __future__ import annotations
 

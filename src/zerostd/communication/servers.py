@@ -1,4 +1,4 @@
-"""What workers and servers do over the link between them: push gradients, add them up, bring parameters back.
+"""Traffic between workers and servers: gradients are pushed and added up, new parameters come back.
 
 `WorkerWires` are a worker's wires: a reduce sends every server its slice, and a gather receives the slices from there.
 `GradientSums` is the other end of a push. Sums are in the order of ranks, so bits are those of ranks without servers.

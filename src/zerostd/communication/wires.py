@@ -10,7 +10,7 @@ order whatever the timing. Between hosts a ring it is: a broadcast takes slices 
 ring once.
 
 [Note: streams] On a device gathers and reduces have a stream each: in backward the next gather does not wait for the
-last reduce. A reduce writes straight to where the gradient rests, unless it is added to what is there.
+last reduce. A reduce writes straight to the gradient's home, unless it is added to what is there.
 
 [Note: replicas] Where the model state has several replicas, a gradient is reduced to slices among the ranks that share
 one replica, and each slice is then averaged over replicas. Only slices cross from replica to replica.

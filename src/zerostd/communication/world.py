@@ -1,4 +1,4 @@
-"""The world: who I am, how many we are, and the channels between us.
+"""The world of a model: this rank, the number of ranks, and the channels between them.
 
 Three cases on one path: torchrun (or anything that sets its variables) with or without an initialised process group,
 and no launcher at all, which is a world of one without a process group. Each prepared model makes its own channels, so
@@ -31,7 +31,7 @@ from zerostd.communication.link import ServerLink
 from zerostd.communication.meeting import meet
 from zerostd.communication.peers import Peers
 from zerostd.compat import default_store, named_group
-from zerostd.errors import MisuseError, PrepareError
+from zerostd.errors import MisuseError, PrepareError, is_whole
 from zerostd.policy import MOST_RANKS
 
 Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; None: all of them
@@ -191,7 +191,7 @@ class World:
         """Return a world to plan for, without channels: of `size` ranks, or as many as there are."""
         if size is None:
             size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_RANKS:
+        if not is_whole(size, 1) or size > MOST_RANKS:
             raise PrepareError(f"world_size={size!r} must be a whole number of ranks, from 1 to {MOST_RANKS:,}")
         if local_size is None:
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
-from zerostd.errors import MisuseError, PrepareError
+from zerostd.errors import MisuseError, PrepareError, check_flag, is_number, is_whole
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.parameters.observing import StepObserver
@@ -49,11 +49,15 @@ class AverageOptions:
     use_buffers: bool
 
     def __post_init__(self) -> None:
-        if isinstance(self.decay, float | int) and not 0.0 <= self.decay < 1.0:
-            raise PrepareError(f"averaged(decay={self.decay!r}) must be from 0 to less than 1, such as 0.999")
+        decay = self.decay
+        if not (decay is None or callable(decay) or (is_number(decay) and 0.0 <= decay < 1.0)):
+            raise PrepareError(
+                f"averaged(decay={decay!r}) must be from 0 to less than 1, such as 0.999, or a function of the step"
+            )
+        check_flag("use_buffers", self.use_buffers)
         for name, least in (("start", 0), ("every", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_whole(value, least):
                 raise PrepareError(f"averaged({name}={value!r}) must be a whole number of steps, {least} or more")
 
     def describe(self) -> list[str]:
@@ -68,7 +72,7 @@ class AverageOptions:
         if self.decay is None:
             return 1.0 / (num_averaged + 1)
         decay = self.decay(step) if callable(self.decay) else self.decay
-        if not 0.0 <= decay <= 1.0:
+        if not is_number(decay) or not 0.0 <= decay <= 1.0:
             raise MisuseError(f"decay({step}) of zerostd.averaged returned {decay!r}: return a number from 0 to 1")
         return 1.0 - decay
 

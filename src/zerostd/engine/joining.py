@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from torch import nn
 
 from zerostd.engine.runtime import runtime_of
-from zerostd.errors import MisuseError
+from zerostd.errors import MisuseError, check_batches
 
 T = TypeVar("T")
 HAS_BATCH = "has a batch"
@@ -35,6 +35,7 @@ def join(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
     control = runtime.backward.reducer.control
     mine: T | None = None
     state = HAD_NONE
+    check_batches(batches, "zerostd.join")
     iterator = iter(batches)
     try:
         while True:

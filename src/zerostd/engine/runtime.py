@@ -51,9 +51,9 @@ class Resources:
 
     allocator: TierAllocator  # memory of each tier
     streams: Streams  # queues of work on the device
-    uploader: Uploader  # brings parameters that rest elsewhere to the device
-    staging: Staging  # buffers on the device for gradients that rest on the host
-    windows: Windows  # host memory for gradients that rest on disk
+    uploader: Uploader  # brings parameters that are kept elsewhere to the device
+    staging: Staging  # buffers on the device for gradients that are kept on the host
+    windows: Windows  # host memory for gradients that are kept on disk
     aside: Aside  # where everything goes while the model sleeps
     num_threads: int  # for updates on the CPU
     node_wires: NodeWires | None = None  # between ranks that keep secondary shards

@@ -1,6 +1,6 @@
-"""Models keep frozen parameters with equal bytes once: `zerostd.deduplicate`.
+"""Store equal frozen parameters of several models once: `zerostd.deduplicate`.
 
-flats that rest off the device -> equal length and checksum -> equal bytes -> one memory, copied when it is written to
+flats off the device -> equal length and checksum -> equal bytes -> one memory, copied when it is written to
 
 For preference training, whose reference model begins as the policy, for adapters on several copies of one base, and for
 copies of a model that serve different callers. Each rank decides about its own shards.

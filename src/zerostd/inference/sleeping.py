@@ -1,4 +1,4 @@
-"""A model sleeps: its state on the device moves to host memory, and comes back when the model wakes.
+"""Let a model sleep: its state on the device moves to host memory, and back when the model wakes.
 
 For loops in which two models take turns on one device, as the trainer and the generator of reinforcement learning do.
 Parameters, states and gradients keep their tensors and lose only the memory, so nothing has to be built again, and
@@ -39,6 +39,8 @@ def sleep(model: nn.Module) -> None:
     with runtime.turn:
         _check_idle(runtime)
         runtime.wait_gradients()
+        if runtime.gradients.refusal is not None:
+            raise MisuseError(f"zerostd.sleep(): {runtime.gradients.refusal}")
         runtime.finish_updates()
         runtime.gatherer.wait_all()
         runtime.gatherer.drop_kept(runtime.groups)

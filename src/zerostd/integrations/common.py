@@ -1,4 +1,4 @@
-"""What the integrations share: options of zerostd.prepare and what they clash with, reduction that waits, checkpoints.
+"""Helpers of all integrations: options of zerostd.prepare and their conflicts, delayed reduction, checkpoints.
 
 `call` is how a user writes an option in the integration at hand, with {} for its name: "ZeroStrategy({}=...)".
 """

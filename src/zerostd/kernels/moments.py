@@ -1,15 +1,25 @@
-"""Adam's moments as codes of 8 bits: what they mean, and the update of them in torch, on any device.
+"""Adam's moments in fewer bytes: what their codes mean, and the update of them in torch, on any device.
 
-A state is a row of records: 64 codes and one fp32 scale, the largest magnitude among 64 numbers. `exp_avg` is companded
-by softsign, so that small numbers beside a large one keep their digits, and of `exp_avg_sq` the root is coded. The bits
-are the same in src/native/update_moments.h and in `device_moments.py`: each operation rounds separately, roots and
-quotients are rounded correctly, codes to nearest even. Decoded numbers get the same codes when they are coded again, so
-checkpoints store numbers. `kernels.update` takes such states in place of fp32 ones.
+int8: a state is a row of records, 64 codes and one fp32 scale, the largest magnitude among 64 numbers. `exp_avg` is
+companded by softsign, so that small numbers beside a large one keep their digits. Of `exp_avg_sq` the root is coded.
+
+bf16: a state is a row of bf16 numbers.
+
+At beta2=0.999 a step changes `exp_avg_sq` by less than half a unit of either, so rounded to nearest it would not fall
+when gradients become smaller. An update therefore dithers. It rounds a number up or down at random, and the nearer
+neighbour is as much more likely as it is nearer. The random bits are a hash of both moments of the element and of the
+step. So they need no index, and do not depend on where in a tensor, a shard or a tile an element lies.
+
+The bits are the same in src/native/update_moments.h and in `device_moments.py`: each operation rounds separately, roots
+and quotients are rounded correctly. Without an update, numbers are rounded to nearest even. Decoded numbers get the
+same codes when they are coded again, so checkpoints store numbers. `kernels.update` takes such states in place of fp32
+ones.
 """
 
-import enum
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, cast
 
@@ -18,39 +28,45 @@ from torch import Tensor
 
 from zerostd.kernels.rules import Adam, Split, UpdateArguments, join, split, tried
 
-BLOCK = 64
-RECORD = BLOCK + 4  # bytes
 TILE = 1 << 20  # numbers coded at once by torch, whose temporaries are fp32
-
-
-class Moment(enum.Enum):
-    """The two ways to code a state. It is used in place of the dtype of a state."""
-
-    AVERAGE = "average"  # of either sign
-    SQUARES = "squares"  # never negative
-
-    @staticmethod
-    def num_bytes(numel: int) -> int:
-        """Return the bytes of `numel` numbers; the last record is whole."""
-        return -(-numel // BLOCK) * RECORD
-
-
+BLOCK = 64  # codes of a record of int8
 TOO_LARGE = 0x7E800000  # bits of 2^126: from here on sums may overflow, so a block with such a number is NaN
-LEAST = {Moment.AVERAGE: 2.0**-100, Moment.SQUARES: 2.0**-54}  # scale; below it numbers count as zero
+LEAST_AVERAGE = 2.0**-100  # scale; below it numbers count as zero
+LEAST_ROOT = 2.0**-54
+LEAST_NUMBER = 2.0**-126  # of bf16; below it they are subnormal
 
 
-def column_bytes(dtype: torch.dtype | Moment, numel: int) -> int:
+@dataclass(frozen=True)
+class Moment:
+    """One way to keep a state in fewer bytes. It is used in place of the dtype of a state."""
+
+    name: str
+    dtype: torch.dtype  # of the memory, where it tells which way it is
+    block: int  # numbers that are coded together
+    record: int  # elements of the memory for one block
+    encode: Callable[[Tensor, Tensor, Tensor | None], None]  # fp32 numbers, where records go; 16 random bits for each
+    decode: Callable[[Tensor, int], Tensor]  # records, and the number of fp32 numbers to return
+
+    def num_elements(self, numel: int) -> int:
+        """Return the elements of memory for `numel` numbers; the last record is whole."""
+        return -(-numel // self.block) * self.record
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of `numel` numbers."""
+        return self.num_elements(numel) * self.dtype.itemsize
+
+
+def column_bytes(column: torch.dtype | Moment, numel: int) -> int:
     """Return the bytes of `numel` numbers, coded or not."""
-    return Moment.num_bytes(numel) if isinstance(dtype, Moment) else numel * dtype.itemsize
+    return column.num_bytes(numel) if isinstance(column, Moment) else numel * column.itemsize
 
 
 @torch.no_grad()
 def encode_moments(values: Tensor, moment: Moment, coded: Tensor) -> None:
-    """Write the records of a row of fp32 numbers to `coded`, `Moment.num_bytes(values.numel())` bytes."""
+    """Write the records of a row of fp32 numbers to `coded`, `moment.num_elements(values.numel())` elements."""
     for start in range(0, values.numel(), TILE):
         tile = values[start : start + TILE]
-        numbers = tile if moment is Moment.AVERAGE else _root(tile)
-        _encode(numbers, moment, coded[Moment.num_bytes(start) :][: Moment.num_bytes(tile.numel())])
+        moment.encode(tile, coded[moment.num_elements(start) :][: moment.num_elements(tile.numel())], None)
 
 
 @torch.no_grad()
@@ -59,44 +75,108 @@ def decode_moments(coded: Tensor, moment: Moment, numel: int) -> Tensor:
     numbers = torch.empty(numel, dtype=torch.float32, device=coded.device)
     for start in range(0, numel, TILE):
         tile = numbers[start : start + TILE]
-        tile.copy_(_decode(coded[Moment.num_bytes(start) :][: Moment.num_bytes(tile.numel())], moment, tile.numel()))
+        records = coded[moment.num_elements(start) :][: moment.num_elements(tile.numel())]
+        tile.copy_(moment.decode(records, tile.numel()))
     return numbers
 
 
-def _encode(numbers: Tensor, moment: Moment, coded: Tensor) -> None:
-    """Write the records of averages, or of roots."""
+def _encode_average(numbers: Tensor, coded: Tensor, noise: Tensor | None) -> None:
+    rows, scales = _rows_and_scales(numbers, LEAST_AVERAGE)
+    codes = rows / (_divisors(scales) + rows.abs()) * 254.0 + _shifts(noise)
+    _write_records(codes, scales, torch.int8, coded)
+
+
+def _encode_squares(squares: Tensor, coded: Tensor, noise: Tensor | None) -> None:
+    """Write the records of the roots. A root above zero has a code above zero."""
+    rows, scales = _rows_and_scales(_root(squares), LEAST_ROOT)
+    per_code = torch.full_like(scales, 255.0) / _divisors(scales)
+    codes = torch.maximum(rows * per_code + _shifts(noise), (rows * 2.0**120).clamp_(max=1.0))
+    _write_records(codes, scales, torch.uint8, coded)
+
+
+def _shifts(noise: Tensor | None) -> Tensor | float:
+    """Return what is added to codes before they are rounded: a number between -1/2 and 1/2, and neither of these."""
+    if noise is None:
+        return 0.0
+    rows = torch.nn.functional.pad(noise >> 1, (0, -noise.numel() % BLOCK)).view(-1, BLOCK)
+    return (2 * rows + 1).float() * 2.0**-16 - 0.5
+
+
+def _rows_and_scales(numbers: Tensor, least: float) -> tuple[Tensor, Tensor]:
     rows = torch.nn.functional.pad(numbers, (0, -numbers.numel() % BLOCK)).view(-1, BLOCK)
-    sizes = rows.abs()
-    largest = sizes.view(torch.int32).amax(1, keepdim=True)
+    largest = rows.abs().view(torch.int32).amax(1, keepdim=True)
     scales = largest.view(torch.float32)
-    scales = scales.masked_fill(scales < LEAST[moment], 0.0).masked_fill(largest >= TOO_LARGE, math.nan)
-    has_codes = scales > 0.0
-    divisors = torch.where(has_codes, scales, 1.0)
-    if moment is Moment.AVERAGE:
-        codes = rows / (divisors + sizes) * 254.0
-    else:
-        codes = torch.maximum(rows * (torch.full_like(divisors, 255.0) / divisors), (rows * 2.0**120).clamp_(max=1.0))
-    integers = codes.masked_fill_(~has_codes, 0.0).round_().to(torch.int32)
-    records = coded.view(-1, RECORD)
-    records[:, :BLOCK] = integers.to(torch.int8 if moment is Moment.AVERAGE else torch.uint8).view(torch.uint8)
+    return rows, scales.masked_fill(scales < least, 0.0).masked_fill(largest >= TOO_LARGE, math.nan)
+
+
+def _divisors(scales: Tensor) -> Tensor:
+    return torch.where(scales > 0.0, scales, 1.0)
+
+
+def _write_records(codes: Tensor, scales: Tensor, dtype: torch.dtype, coded: Tensor) -> None:
+    integers = codes.masked_fill_(~(scales > 0.0), 0.0).round_().to(torch.int32)
+    records = coded.view(-1, INT8_AVERAGE.record)
+    records[:, :BLOCK] = integers.to(dtype).view(torch.uint8)
     records[:, BLOCK:] = scales.contiguous().view(torch.uint8)
 
 
-def _decode(coded: Tensor, moment: Moment, numel: int) -> Tensor:
-    records = coded.view(-1, RECORD)
-    scales = records[:, BLOCK:].contiguous().view(torch.float32)
-    codes = records[:, :BLOCK].contiguous()
-    if moment is Moment.AVERAGE:
-        numbers = codes.view(torch.int8).float()
-        numbers = numbers / (254.0 - numbers.abs()) * scales
-    else:
-        numbers = codes.float() * (1.0 / 255.0) * scales
-        numbers = numbers * numbers
-    return numbers.view(-1)[:numel]
+def _decode_average(coded: Tensor, numel: int) -> Tensor:
+    codes, scales = _codes_and_scales(coded)
+    numbers = codes.view(torch.int8).float()
+    return (numbers / (254.0 - numbers.abs()) * scales).view(-1)[:numel]
+
+
+def _decode_squares(coded: Tensor, numel: int) -> Tensor:
+    codes, scales = _codes_and_scales(coded)
+    roots = codes.float() * (1.0 / 255.0) * scales
+    return (roots * roots).view(-1)[:numel]
+
+
+def _codes_and_scales(coded: Tensor) -> tuple[Tensor, Tensor]:
+    records = coded.view(-1, INT8_AVERAGE.record)
+    return records[:, :BLOCK].contiguous(), records[:, BLOCK:].contiguous().view(torch.float32)
 
 
 def _root(squares: Tensor) -> Tensor:
     return squares.double().sqrt().float()  # a root in double rounds to the nearest fp32
+
+
+def _encode_bf16(numbers: Tensor, coded: Tensor, noise: Tensor | None) -> None:
+    numbers = _plain(numbers)
+    if noise is not None:
+        numbers = ((_bits(numbers) + noise) >> 16 << 16).to(torch.int32).view(torch.float32)
+    coded.copy_(numbers)
+
+
+def _decode_bf16(coded: Tensor, numel: int) -> Tensor:
+    return coded[:numel].float()
+
+
+def _plain(numbers: Tensor) -> Tensor:
+    """Return the numbers with one NaN for all, and zero for what is subnormal."""
+    return numbers.masked_fill(numbers.abs() < LEAST_NUMBER, 0.0).masked_fill_(numbers.isnan(), math.nan)
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+
+def _noises(average: Tensor, square: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Return 16 random bits for each number of both moments."""
+    noise = _bits(_plain(square)) ^ (_bits(_plain(average)) << 16 & 0xFFFFFFFF)
+    noise = (noise + key) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        noise = ((noise ^ (noise >> shift)) * factor) & 0xFFFFFFFF
+    noise = noise ^ (noise >> 15)
+    return noise & 0xFFFF, noise >> 16
+
+
+INT8_AVERAGE = Moment("average", torch.uint8, BLOCK, BLOCK + 4, _encode_average, _decode_average)
+INT8_SQUARES = Moment("squares", torch.uint8, BLOCK, BLOCK + 4, _encode_squares, _decode_squares)
+BF16 = Moment("bf16", torch.bfloat16, 1, 1, _encode_bf16, _decode_bf16)
+
+# How `exp_avg` and `exp_avg_sq` are kept, by the codec that users name
+MOMENT_CODECS = {"int8": (INT8_AVERAGE, INT8_SQUARES), "bf16": (BF16, BF16)}
 
 
 class Numbers(NamedTuple):
@@ -131,7 +211,8 @@ def _update_tile(step: UpdateArguments, tile: slice) -> None:
     rule = cast(Adam, step.rule)
     by = Numbers.of(rule)
     numel = tile.stop - tile.start
-    records = slice(Moment.num_bytes(tile.start), Moment.num_bytes(tile.stop))
+    pair = next(pair for pair in MOMENT_CODECS.values() if pair[0].dtype is step.coded_dtype)
+    records = slice(pair[0].num_elements(tile.start), pair[0].num_elements(tile.stop))
     gradient = step.gradient[tile].to(torch.float32) * step.factor
     if rule.maximize:
         gradient = -gradient
@@ -140,17 +221,18 @@ def _update_tile(step: UpdateArguments, tile: slice) -> None:
     master = join(Split(kept.high[tile], kept.low[tile])) if isinstance(kept, Split) else kept[tile].clone()
     if rule.weight_decay != 0 and not rule.decoupled:
         gradient = gradient + master * by.decay
-    average = _decode(averages[records], Moment.AVERAGE, numel)
+    average = pair[0].decode(averages[records], numel)
     average = average + (gradient - average) * by.new_part
-    square = _decode(squares[records], Moment.SQUARES, numel) * by.old_part
-    root = _root(square + gradient * by.square_part * gradient)
+    square = pair[1].decode(squares[records], numel) * by.old_part
+    square = square + gradient * by.square_part * gradient
     if rule.weight_decay != 0 and rule.decoupled:
         master = master * by.decay
-    master = master + average * by.rate / (root + by.eps)
+    master = master + average * by.rate / (_root(square) + by.eps)
+    noises = _noises(average, square, rule.key)
     target, *coded = step.target
-    for numbers, moment, column in zip((average, root), Moment, coded, strict=True):
+    for numbers, moment, column, noise in zip((average, square), pair, coded, noises, strict=True):
         assert isinstance(column, Tensor)
-        _encode(numbers, moment, column[records])
+        moment.encode(numbers, column[records], noise)
     if step.weight is not None:
         step.weight[tile] = master
     if isinstance(target, Split):
@@ -170,7 +252,10 @@ def _try_moments(module: ModuleType, device_type: str) -> bool:
     """Take a first step, which is as long as the rate."""
     gradient = torch.linspace(-3.0, 3.0, 1000, device=device_type)
     rule = Adam(0.1, 0.0, False, 0.9, 0.99, 1e-8, True, 1, True)
-    coded = [gradient.new_zeros(Moment.num_bytes(1000), dtype=torch.uint8) for _ in Moment]
-    arrays = (torch.zeros_like(gradient), *coded)
-    module.update(UpdateArguments(rule, gradient, 1.0, arrays, arrays, None), Numbers.of(rule))
-    return torch.allclose(arrays[0], gradient.sign() * -0.1)
+    for pair in MOMENT_CODECS.values():
+        coded = [gradient.new_zeros(moment.num_elements(1000), dtype=moment.dtype) for moment in pair]
+        arrays = (torch.zeros_like(gradient), *coded)
+        module.update(UpdateArguments(rule, gradient, 1.0, arrays, arrays, None), Numbers.of(rule))
+        if not torch.allclose(arrays[0], gradient.sign() * -0.1):
+            return False
+    return True

@@ -16,8 +16,9 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 9
+ABI_VERSION = 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CODECS = {None: 0, torch.uint8: 1, torch.bfloat16: 2}  # by the dtype of coded states
 ADAM, SGD, ADAGRAD = range(3)
 NO_DECAY, COUPLED, DECOUPLED = range(3)
 NO_MOMENTUM, FIRST, CONTINUED = range(3)
@@ -35,7 +36,8 @@ class StepArgument(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rule", "maximize", "decay", "momentum", "nesterov")),
-        *((name, ctypes.c_int32) for name in ("gradient_dtype", "weight_dtype", "num_threads", "is_coded")),
+        *((name, ctypes.c_int32) for name in ("gradient_dtype", "weight_dtype", "num_threads", "codec")),
+        ("key", ctypes.c_uint32),
         *((name, ctypes.c_float) for name in ("factor", "rate", "decay_factor", "new_part", "old_part")),
         *((name, ctypes.c_float) for name in ("square_part", "correction", "eps")),
         *(("count", ctypes.c_int64), ("gradient", ctypes.c_void_p)),
@@ -165,7 +167,7 @@ def update(step: UpdateArguments, num_threads: int) -> None:
         gradient_dtype=DTYPES[step.gradient.dtype],
         num_threads=num_threads,
         factor=float(step.factor),
-        is_coded=step.is_coded,
+        codec=CODECS[step.coded_dtype],
         count=step.gradient.numel(),
         gradient=step.gradient.data_ptr(),
         source=_arrays(step.source),
@@ -187,7 +189,8 @@ def _set_rule(argument: StepArgument, rule: Rule) -> None:
     match rule:
         case Adam():
             argument.rule = ADAM
-            folded = rule.correction if argument.is_coded else 1.0
+            folded = rule.correction if argument.codec else 1.0
+            argument.key = rule.key
             argument.rate = -rule.rate * folded
             argument.eps = rule.eps * folded
             argument.new_part = 1 - rule.beta1
@@ -208,7 +211,7 @@ def _set_rule(argument: StepArgument, rule: Rule) -> None:
             argument.rule = ADAGRAD
             argument.rate = -rule.rate
             argument.eps = rule.eps
-    is_exact = isinstance(rule, Sgd) or rule.exact_root or argument.is_coded
+    is_exact = isinstance(rule, Sgd) or rule.exact_root or argument.codec
     root = None if is_exact else torch_root()
     if root is not None:
         argument.root, argument.root_threads = root

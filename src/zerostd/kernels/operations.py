@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerostd.kernels import moments, native, reference
-from zerostd.kernels.moments import Moment
+from zerostd.kernels.moments import INT8_AVERAGE
 from zerostd.kernels.rules import Adam, Arrays, Rule, Split, UpdateArguments
 
 
@@ -29,7 +29,7 @@ def update(
         rule: Which optimizer, and its numbers for this step.
         gradient: fp32, bf16 or fp16; multiplied by `factor` in fp32 before anything else.
         source: The fp32 master, or a `Split` of it, and then the fp32 states that `rule.state_names` names. Those of
-            Adam may be coded, as bytes (`moments.py`); its bits are then the same on every device.
+            Adam may be coded (`moments.py`), as bytes or bf16; its bits are then the same on every device.
         target: As `source`: takes the result, and each array is its own source or apart from all. None: in place.
         factor: Such as the clip coefficient over the loss scale. Of coded states it may be one fp32 number on
             their device.
@@ -41,7 +41,7 @@ def update(
     _check_update(step, num_threads)
     if native.serves(*step.inputs, *step.outputs):
         native.update(step, num_threads)
-    elif step.is_coded:
+    elif step.coded_dtype is not None:
         moments.update(step)
     else:
         reference.update(step)
@@ -51,6 +51,7 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}; at least 1 is needed")
     num_arrays = 1 + len(step.rule.state_names)
+    expected = (torch.float32, step.coded_dtype or torch.float32)  # dtypes of the master, and of states
     for name, arrays in (("source", step.source), ("target", step.target)):
         if len(arrays) != num_arrays:
             raise ValueError(f"{name} has {len(arrays)} arrays; {step.rule} takes {num_arrays}")
@@ -59,9 +60,9 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
                 dtypes = (array.high.dtype, array.low.dtype)
                 if index or dtypes != (torch.bfloat16, torch.int16):
                     raise ValueError(f"{name}[{index}] is a Split of {dtypes}; only a master can be split")
-            elif array.dtype != (torch.uint8 if index and step.is_coded else torch.float32):
+            elif array.dtype != expected[index > 0]:
                 raise ValueError(f"{name}[{index}] is {array.dtype}; masters must be fp32, states all fp32 or coded")
-    if step.is_coded and not isinstance(step.rule, Adam):
+    if step.coded_dtype is not None and not isinstance(step.rule, Adam):
         raise ValueError(f"coded states are Adam's, and the rule is {step.rule}")
     if isinstance(step.source[0], Split) != isinstance(step.target[0], Split):
         raise ValueError("source[0] and target[0] must both be split, or neither")
@@ -70,9 +71,9 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
     for name, tensor in (("gradient", step.gradient), ("weight", step.weight)):
         if tensor is not None and tensor.dtype not in native.DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}; update takes {', '.join(map(str, native.DTYPES))}")
-    coded = torch.Size([Moment.num_bytes(step.gradient.numel())])
+    records = torch.Size([INT8_AVERAGE.num_elements(step.gradient.numel())])
     for tensor in [*step.inputs, *step.outputs]:
-        shape = coded if tensor.dtype == torch.uint8 else step.gradient.shape
+        shape = records if tensor.dtype == torch.uint8 else step.gradient.shape
         if tensor.shape != shape or tensor.device != step.gradient.device:
             raise ValueError(
                 f"gradient is {tuple(step.gradient.shape)} on {step.gradient.device} and another array "

@@ -1,4 +1,4 @@
-"""What `update` takes: a rule with its numbers for one step as torch.optim has them, and the arrays that it changes.
+"""Arguments of `update`: a rule with its numbers for one step, as torch.optim has them, and the arrays it changes.
 
 A master may be kept as two halves of 16 bits, the upper one of which is the bf16 weight that the model computes with.
 """
@@ -48,6 +48,11 @@ class Adam(BaseRule):
     @property
     def correction(self) -> float:
         return float((1 - self.beta2**self.step) ** 0.5)  # divides the root of `exp_avg_sq`
+
+    @property
+    def key(self) -> int:
+        """Return 32 bits, other ones for each step, for the dither of moments in bf16."""
+        return self.step * 0x9E3779B9 & 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,7 @@ def _try_adam(module: ModuleType, device_type: str) -> bool:
 
 
 Arrays = Sequence[Tensor | Split]
+CODED_DTYPES = (torch.uint8, torch.bfloat16)  # of states, see `moments.py`
 
 
 class UpdateArguments(NamedTuple):
@@ -196,9 +202,10 @@ class UpdateArguments(NamedTuple):
     weight: Tensor | None
 
     @property
-    def is_coded(self) -> bool:
-        """Whether states are codes of 8 bits."""
-        return any(isinstance(array, Tensor) and array.dtype == torch.uint8 for array in self.source[1:])
+    def coded_dtype(self) -> torch.dtype | None:
+        """The dtype of coded states, which tells their codec; None if states are fp32."""
+        dtype = next((array.dtype for array in self.source[1:] if isinstance(array, Tensor)), None)
+        return dtype if dtype in CODED_DTYPES else None
 
     @property
     def inputs(self) -> list[Tensor]:

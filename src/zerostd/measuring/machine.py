@@ -25,7 +25,7 @@ import torch
 from zerostd.communication import Control, World
 from zerostd.communication.world import Mesh, thread_budget
 from zerostd.errors import CommunicationError, PrepareError, ZerostdError
-from zerostd.measuring.identity import choose_device, free_bytes, machine_name, versions
+from zerostd.measuring.identity import choose_device, free_bytes, machine_name, parse_device, versions
 from zerostd.measuring.rates import (
     FULL,
     UPDATE_BYTES,
@@ -40,7 +40,7 @@ from zerostd.measuring.rates import (
     resident_ns,
     wire_rates,
 )
-from zerostd.monitoring.decoding import read_document
+from zerostd.monitoring.decoding import path_of, read_document
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.profiles import Link, MachineProfile, Processor
 from zerostd.planning.request import NUM_BUSY_THREADS
@@ -83,8 +83,10 @@ def measure_machine(
     Raises:
         PrepareError: `disk_path` cannot be used, or too little memory is free; says which.
     """
-    device = choose_device(device)
-    disk_path = None if disk_path is None else os.path.abspath(disk_path)
+    device = choose_device(None if device is None else parse_device(device))
+    disk_path = None if disk_path is None else os.path.abspath(path_of(disk_path, "disk_path", PrepareError))
+    if not (on_progress is None or callable(on_progress)) or not isinstance(sizes, TrialSizes):
+        raise PrepareError(f"on_progress={on_progress!r} must be a function, and sizes={sizes!r} a TrialSizes")
     with contextlib.closing(World.discover(device)) as world:
         control = Control(world)
         return _with_free(measure_together(control, disk_path, on_progress, sizes), control, disk_path)

@@ -1,4 +1,4 @@
-"""What a model needs, read from the module: the groups that prepare will make, and what one sample costs in each.
+"""The needs of a model, read from the module: the groups that prepare will make, and the cost of a sample in each.
 
 In: a module, real or without memory, and a batch to try. Out: a ModelProfile. A real model can be timed as well. For a
 model that does not fit or cannot run, only counts are known.
@@ -79,15 +79,16 @@ def profile_model(
     profile = replace(untried_profile(blueprints, checked, states), name=type(model).__name__)
     num_samples = _num_samples(batch)
     counter = None if batch is None else try_forward(model, blueprints, checked, batch)
+    has_members = {blueprint.name for blueprint in blueprints if blueprint.members}  # also those without elements
     if counter is None:
-        return replace(profile, groups=tuple(group for group in profile.groups if group.trained + group.frozen))
+        return replace(profile, groups=tuple(group for group in profile.groups if group.name in has_members))
     order = dict.fromkeys([*counter.order, *range(len(blueprints))])
     costs = counter.costs
     tried = [_with_cost(profile.groups[index], costs[index], num_samples) for index in order]
-    tried = [group for group in tried if group != GroupProfile(group.name, 0, stays=group.stays, again_flops=0.0)]
+    idle = GroupProfile(ROOT, 0, stays=True, again_flops=0.0)  # the one group that may have no parameters
     profile = replace(
         profile,
-        groups=tuple(tried),
+        groups=tuple(group for group in tried if group != idle or ROOT in has_members),
         samples=num_samples,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
     )
@@ -157,6 +158,21 @@ def untried_profile(
         shared_bytes=dtype.itemsize if splits_masters(dtype) else 0,
         dtype=str(_most(computes)).removeprefix("torch."),
     )
+
+
+def blueprints_of(model: ModelProfile, precision: Precision) -> list[Blueprint]:
+    """Return the groups of a model that is only numbers, without modules: each has one parameter of all that train, and
+    one of those that do not. The first group is the root."""
+    dtype = precision.compute or getattr(torch, model.dtype)
+    blueprints = []
+    for group in model.groups:
+        members = []
+        for name, numel, options in (("trained", group.trained, 0), ("frozen", group.frozen, None)):
+            if numel:
+                parameter = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
+                members.append(Member(f"{group.name}.{name}", parameter, dtype, options, None))
+        blueprints.append(Blueprint(group.name, (), tuple(members)))
+    return blueprints
 
 
 def _most(members: list[Member]) -> torch.dtype:

@@ -23,7 +23,7 @@ import numpy
 import torch
 
 from zerostd.communication import SharedWires, Wires, World
-from zerostd.kernels import Adam, Moment, update
+from zerostd.kernels import MOMENT_CODECS, Adam, update
 from zerostd.monitoring.events import Timestamp
 from zerostd.monitoring.ledger import Ledger
 from zerostd.planning.profiles import DiskRates, Link, Wire
@@ -183,8 +183,9 @@ class HostUpdates:
 
     def coded_ns(self, num_threads: int, sizes: TrialSizes) -> float:
         """Return the same for moments of 8 bits, which take the place of the others."""
-        master, *moments = self._arrays
-        records = [moment.view(torch.uint8)[: Moment.num_bytes(self.numel)].zero_() for moment in moments]
+        master, *states = self._arrays
+        pairs = zip(states, MOMENT_CODECS["int8"], strict=True)
+        records = [state.view(moment.dtype)[: moment.num_elements(self.numel)].zero_() for state, moment in pairs]
         step = partial(update, self._rule, self._gradient, [master, *records], num_threads=num_threads)
         return median_s(partial(step, weight=self._gradient), sizes) / self.numel * 1e9
 

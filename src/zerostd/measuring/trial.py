@@ -1,4 +1,4 @@
-"""One forward, tried for what it costs each group: FLOPs, what it leaves for backward, and what it needs beside that.
+"""A trial forward: what each group computes, what it saves for backward, and its working memory.
 
 In: a module, its groups to be and a batch. Out: a ForwardCounter with the costs. The forward runs on a copy of the
 module whose tensors have shapes and no memory; the copy is thrown away. A forward that asks for values (`.item()`,

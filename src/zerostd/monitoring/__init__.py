@@ -1,4 +1,4 @@
-"""What happened: the ledger of bytes per tier and kind, and what crossed the wire."""
+"""Records of what happens: the ledger of bytes by tier and kind, bytes sent, and events."""
 
 from zerostd.monitoring.ledger import Ledger, Memory
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import operator
 import os
 import re
@@ -42,8 +43,11 @@ def path_of(path: str | os.PathLike[str], what: str, error: type[ZerostdError]) 
     """Return a path that a user gave; raise `error` if it is something else. The system would take a number for a file
     descriptor, and close it."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if text is None or "\x00" in text or len(text) > LONGEST_PATH:
-        raise error(f"{what}={reprlib.repr(path)} must be a path: a string without null characters, or a pathlib.Path")
+    if not isinstance(text, str) or not text or "\x00" in text or len(text) > LONGEST_PATH:
+        raise error(
+            f"{what}={reprlib.repr(path)} must be a path: a string that is not empty and has no null characters, or a "
+            "pathlib.Path"
+        )
     return Path(path)
 
 
@@ -72,7 +76,7 @@ def decode(data: str | bytes, kind: type[T], *, what: str, error: type[ZerostdEr
     """
     try:
         value = json.loads(data)
-    except (ValueError, RecursionError) as problem:  # UnicodeDecodeError is a ValueError
+    except (TypeError, ValueError, RecursionError) as problem:  # UnicodeDecodeError is a ValueError
         ending = f"; {remedy}" if remedy else ""
         reason = "nested too deeply" if isinstance(problem, RecursionError) else problem
         raise error(f"{what} is not JSON ({reason}){ending}") from problem
@@ -91,10 +95,28 @@ def convert(
         raise error(f"{what}: {_explain(problem, value)}{ending}") from problem
     except RecursionError as problem:
         raise error(f"{what} is nested too deeply{ending}") from problem
+    except UnicodeEncodeError as problem:
+        raise error(f"{what} contains text that is not Unicode: {reprlib.repr(problem.object)}{ending}") from problem
     unknown = next(_unknown_fields(value, kind), None) if refuse_unknown else None
     if unknown is not None:
         raise error(f"{what}: {unknown}{ending}")
     return converted
+
+
+def convert_given(value: Any, kind: Any, *, what: str, error: type[ZerostdError]) -> Any:
+    """Return what a user's code passed as an object of type `kind`, as `convert` does: it may be written as in JSON."""
+    try:
+        plain = msgspec.to_builtins(value, enc_hook=_plain)
+    except (TypeError, ValueError, RecursionError) as problem:  # keys that are no text are a ValueError
+        raise error(f"{what}={reprlib.repr(value)} cannot be used: {problem}") from problem
+    return convert(plain, kind, what=what, error=error)
+
+
+def _plain(value: Any) -> int | float:
+    """Return a number of numpy's as one of Python's."""
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    raise TypeError(f"{type(value).__name__} is neither a number, nor a text, a list or a dict")
 
 
 def _explain(problem: msgspec.ValidationError, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Events: what happened when, in which lane of the timeline, for which group, and how many bytes it moved.
+"""Events: what happened and when, in which lane of the timeline, for which group, with how many bytes.
 
 Rooms that move or compute something put a span around it; `reporting` takes the spans of the steps it records. The ends
 of a span are timestamps of the stream in which the work runs, so nothing waits: they become seconds when the device has
@@ -57,7 +57,7 @@ class Timestamp:
         return earlier._event.elapsed_time(self._event) / 1e3
 
     def since(self, earlier: Timestamp) -> float:
-        """Return the same as a duration: never 0 or less, so that rates can be computed from it."""
+        """Return the seconds since an earlier time; always above 0, so that rates can be computed."""
         return max(self.after(earlier), 1e-9)
 
 

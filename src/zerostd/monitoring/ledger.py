@@ -45,8 +45,7 @@ class Memory:
     retries: dict[str, int] = field(default_factory=dict)  # reads and writes of files that were made again
     coded: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: bytes of the numbers, and of their codes
     unpacking_s: float = 0.0  # of processor time, in which packed numbers were unpacked
-    shared: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: bytes kept once with other owners, and
-    # those of them that `now` and `peak` count here
+    shared: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: bytes shared, and bytes counted here
 
     def total(self, tier: str = "device") -> int:
         """Return the bytes of model state in a tier: parameters, gradients and optimizer states, without buffers."""

@@ -26,6 +26,11 @@ BEGUN = (
     "accumulate= was passed to prepare: call step() first, pass max_grad_norm= to prepare to clip, or leave "
     "accumulate= out to keep gradients until step()"
 )
+FAILED = (
+    "a backward pass failed after {} had begun inside it, so only a part of the model is updated: load the last "
+    "checkpoint with zerostd.load(path, model, optimizer). If updates should wait for optimizer.step(), leave "
+    "accumulate and keep_gradients out of prepare"
+)
 NUM_UNCLIPPED = 2  # steps in a row that did not clip before the next one speculates
 
 
@@ -73,11 +78,7 @@ class BackwardUpdates:
                 BEGUN if self.keeps_gradients else f"keep_gradients is False: call step() first, or {REMEDY}"
             )
         if group in self._done:
-            raise MisuseError(
-                f"a backward pass failed after the update of group {group.name!r} had begun inside it, and another one "
-                "would update it twice: load the last checkpoint into a new model, or leave accumulate out of prepare, "
-                "so that updates wait for optimizer.step()"
-            )
+            raise MisuseError(FAILED.format(f"the update of group {group.name!r}"))
         with explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
             scope: Scope = "speculative" if self.is_speculative else "all"
@@ -85,17 +86,30 @@ class BackwardUpdates:
         self._done[group] = None
         self.renew(group)
 
+    def abandon(self) -> None:
+        """Note that the pass has failed. Speculative updates have written parameters too, so only a load helps."""
+        if self.has_begun:
+            names = [group.name for group in self._done]
+            self.gradients.refusal = FAILED.format(f"the update of group {names[0]!r}" if names else "an update")
+
+    def forget(self) -> None:
+        """Forget updates that have begun: they are complete, or their results were replaced."""
+        self._options = None
+        self._done = {}
+        self.gradients.locked = None
+        self.gradients.refusal = None
+
     def finish(self, factor: torch.Tensor | None, order: list[Group]) -> set[Group]:
         """End the step: commit speculative updates if `factor` turned out to be one. Returns the groups that need no
         further update."""
         options = self._options
         if options is None:
             return set()
+        if self.gradients.refusal is not None:
+            raise MisuseError(self.gradients.refusal)
         self._check(options)
         done = self._done
-        self._options = None
-        self._done = {}
-        self.gradients.locked = None
+        self.forget()
         if not self.is_speculative:
             return set(done)
         self.num_speculated += 1

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zerostd import kernels
 from zerostd.errors import MisuseError
-from zerostd.kernels import Moment, Rule, Split, column_bytes
+from zerostd.kernels import Rule, Split, column_bytes
 from zerostd.optimizers.elementwise import clone_optimizer, coded_rule, native_rule, next_scalars, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
 from zerostd.optimizers.streamed_updater import (
@@ -41,10 +41,10 @@ from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, CodedTe
 from zerostd.policy import Kind, Route, Tier
 from zerostd.sharding.portions import UNIT
 from zerostd.tiers import AllOf, Done, Streams, TierAllocator, TierTensor, Transfer, Worker
+from zerostd.tiers.host import PAGE
 
 TILE_NUMEL = 16 << 20  # elements updated before their new parameters start on their way
 DISK_TILE_NUMEL = 4 << 20
-CODED_UNIT = 1 << 16
 
 
 @dataclass(eq=False)
@@ -239,14 +239,18 @@ def dtypes_on_disk(shard: StateShard) -> dict[str, Column]:
 
 
 def disk_unit(columns: Iterable[Column]) -> int:
-    """Return the number of elements, a multiple of code records, after which every column begins a page."""
-    return CODED_UNIT if any(isinstance(column, Moment) for column in columns) else UNIT
+    """Return the number of elements after which every column begins a page."""
+    unit = UNIT
+    for column in columns:
+        while column_bytes(column, unit) % PAGE:
+            unit *= 2
+    return unit
 
 
 def _stored(tensor: TierTensor, start: int) -> tuple[TierTensor, int]:
     """Return the tier tensor of a column on disk, and the place of element `start` in it."""
     if isinstance(tensor, CodedTensor):
-        return tensor.codes, Moment.num_bytes(start)
+        return tensor.codes, tensor.moment.num_elements(start)
     return tensor, start
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from zerostd.communication import Wires
 from zerostd.communication.dtensors import local_values
 from zerostd.compat import no_torch_function, version_of
-from zerostd.errors import MisuseError
+from zerostd.errors import MisuseError, is_number
 from zerostd.optimizers.loss_scale import LossScale
 from zerostd.parameters import Flat, GradientHandle, Group
 from zerostd.parameters.gradient import vector_norm
@@ -58,7 +58,9 @@ class Gradients(StepObserver):
         self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
         self.clip_norm: float | None = None  # of the step that comes; None: not clipped
         self.locked: str | None = None  # why an update is using gradients already, so that they cannot be changed
-        self.refusal: str | None = None  # why nothing can be read or changed: the model sleeps
+        self.refusal: str | None = (
+            None  # why nothing can be read or changed: the model sleeps, or half of it is updated
+        )
         self._are_dropped = False  # by zero_grad, all of them
         self._wait = wait  # until all gradients have landed, before they are read
         self._groups = {flat: group for group in groups for flat in group.flats}
@@ -85,7 +87,8 @@ class Gradients(StepObserver):
         self._whole = None
 
     def check_unlocked(self, call: str) -> None:
-        """Raise if `call` would change gradients that an update is using already, or the model sleeps."""
+        """Raise if `call` would change gradients that an update is using already, the model sleeps, or a part of it is
+        updated."""
         if self.refusal is not None:
             raise MisuseError(f"{call}: {self.refusal}")
         if self.locked is not None:
@@ -134,6 +137,15 @@ class Gradients(StepObserver):
     @property
     def _flats(self) -> list[Flat]:
         return [flat for group in self.groups for flat in group.trainable]
+
+    def check_clip(self, max_norm: Any, order: Any) -> float:
+        """Refuse norms that cannot be clipped to or taken; return the loss scale, which gradients still have."""
+        is_tensor = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1
+        if not (is_tensor or (is_number(max_norm) and max_norm >= 0)):
+            raise MisuseError(f"clip_grad_norm_(max_norm={max_norm!r}): it must be a number, 0 or more")
+        if not (is_number(order) and order > 0):
+            raise MisuseError(f"clip_grad_norm_(norm_type={order!r}): it must be a number above 0, or math.inf")
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def clip(self, max_norm: float, order: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`, as torch does; returns the norm before."""

@@ -28,7 +28,7 @@ from zerostd.optimizers.elementwise import check_elementwise
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.spans import StepOptions
-from zerostd.optimizers.states import load_states, save_states
+from zerostd.optimizers.states import copied, load_states, save_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Group
 from zerostd.parameters.prepared import GRAD
@@ -153,8 +153,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def begin_backward_updates(
         self, *, knows_last_pass: bool, may_speculate: bool, keeps_gradients: bool
     ) -> BackwardUpdates | None:
-        """Let updates begin inside backward from now on, if it is known which is the last pass of a step and nothing
-        has to wait for step(). Returns what backward reports groups to; None if all updates wait for step()."""
+        """Let updates begin inside backward from now on, if the last pass of a step is known and nothing has to wait
+        for step(). Returns the object that backward reports groups to; None if all updates wait for step()."""
         is_speculative = self.max_grad_norm is not None
         waits_for_step = (
             (self.updater.offload is None and keeps_gradients)
@@ -251,7 +251,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norm is a tensor on the device, and the host waits for it only when it is read.
         """
         self._gradients.wires.world.enter("optimizer.clip_grad_norm_()")
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        scale = self._gradients.check_clip(max_norm, norm_type)
         if math.isinf(max_norm):
             return self._gradients.total_norm(norm_type) / scale
         if self.max_grad_norm is None:
@@ -288,8 +288,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._gradients.drop(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's format. In a world of one it is what the inner optimizer would give; on several ranks each
-        state holds this rank's interval of it, and loads on the same rank of as many ranks."""
+        """Return torch's format. On one rank it equals that of the inner optimizer. On several ranks it has this
+        rank's shards: load it on the same rank, with the same number of ranks."""
         self._gradients.wires.world.check_here("optimizer.state_dict()")
         self.check_consistent("state_dict()")
         run_state_hooks(self, "state_dict_pre")
@@ -300,7 +300,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Load a state_dict; everything is checked before anything changes."""
         self._gradients.wires.world.check_here("optimizer.load_state_dict()")
         self.check_consistent("load_state_dict()")
-        state_dict = run_state_hooks(self, "load_state_dict_pre", state_dict.copy())
+        state_dict = run_state_hooks(self, "load_state_dict_pre", copied(state_dict))
         with self._schedule.turn:
             self._commit_edits()
             load_states(self.updater, self._gradients, state_dict)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostd.errors import MisuseError
+from zerostd.errors import MisuseError, is_number
 from zerostd.optimizers.gradients import Gradients
+from zerostd.optimizers.loss_scale import LossScale
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
@@ -76,6 +77,21 @@ def _shaped(value: Any, parameter: nn.Parameter) -> Any:
     return value.clone() if _is_long(value) else value
 
 
+def copied(state_dict: Any) -> dict[str, Any]:
+    """Return a copy of a state_dict that a user gave; raise MisuseError if it cannot be an optimizer's."""
+    try:
+        ours = state_dict.get("zerostd", {"rank": 0, "size": 1})
+        scale = asdict(LossScale(**ours.get("loss_scale", {})))
+        numbers = [ours["rank"], ours["size"], *scale.values(), *(len(g["params"]) for g in state_dict["param_groups"])]
+        states = [dict(states) for states in (*state_dict["param_groups"], *state_dict["state"].values())]
+        if all(map(is_number, numbers)) and all(isinstance(key, str) for part in states for key in part):
+            return dict(state_dict)
+        problem = "it lacks numbers and names"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise MisuseError(f"this is not the state_dict of an optimizer: {problem}. Pass what state_dict() returned")
+
+
 def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, Any]) -> None:
     """Take over what `save_states` gave on the same rank, states whole or in part; in a world of one also torch's."""
     world = gradients.wires.world
@@ -106,7 +122,7 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
                 if _is_long(value) and value.numel() not in (stop - start, parameter.numel()):
                     raise MisuseError(
                         f"state {key!r} of a parameter of shape {tuple(parameter.shape)} has {value.numel()} elements, "
-                        f"but this rank's interval has {stop - start}: it is from another model, stage or world size"
+                        f"but this rank's shard has {stop - start}: it is from another model, stage or world size"
                     )
     for user, group in zip(updater.user_groups, groups, strict=True):
         user.update({**group, "params": user["params"]})
@@ -118,11 +134,11 @@ def load_states(updater: Updater, gradients: Gradients, state_dict: dict[str, An
 
 def _check_keys(updater: Updater, parameter: nn.Parameter, states: States) -> None:
     """Refuse states of a parameter if one that every step keeps is missing."""
-    missing = [name for name in updater.states if states and name not in states]
+    missing = [name for name in updater.states if states and not isinstance(states.get(name), torch.Tensor)]
     if missing:
         raise MisuseError(
-            f"the state of a parameter of shape {tuple(parameter.shape)} has {sorted(states)} and lacks {missing}: it "
-            "was saved by another optimizer, or with other options"
+            f"the state of a parameter of shape {tuple(parameter.shape)} has {sorted(states)} and no tensors "
+            f"{missing}: it was saved by another optimizer, or with other options"
         )
 
 

@@ -67,7 +67,7 @@ class StagingSlot:
 
     def view(self, name: str, column: Column, numel: int) -> torch.Tensor:
         memory = self.memory[name][: column_bytes(column, numel)]
-        return memory if isinstance(column, Moment) else memory.view(column)
+        return memory.view(column.dtype if isinstance(column, Moment) else column)
 
 
 def tile_numel(most: int, stretches: Iterable[Portion | StateShard], unit: int = UNIT) -> int:

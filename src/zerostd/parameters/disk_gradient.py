@@ -1,4 +1,4 @@
-"""A gradient that rests on disk, as a tier tensor with page checksums.
+"""A gradient that is kept on disk, as a tier tensor with page checksums.
 
 It passes through host memory. `Windows` are buffers as large as the two largest gradients: one lands in a window, as a
 host gradient does in its own memory, and is written from there while the next one lands in the other. Reads and changes
@@ -68,7 +68,7 @@ class Windows:
         return window.tensor(on_disk)
 
     def hold(self, gradient: DiskGradient, until: Transfer) -> None:
-        """Keep a gradient where it was brought until a transfer is over."""
+        """Keep a gradient in its window until a transfer has ended."""
         window = self._of(gradient)
         if window is not None:
             window.readers.append(until)
@@ -133,12 +133,12 @@ class Windows:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DiskGradient(HostGradient):
-    """One flat gradient, which rests on disk. The base class keeps a tensor without memory."""
+    """One flat gradient, which is kept on disk. The base class keeps a tensor without memory."""
 
     tier = Tier.DISK
     owner: str  # of the space, for errors
     windows: Windows
-    on_disk: TierTensor | None = field(init=False, default=None)  # None: it rests in the buffer that is reduced
+    on_disk: TierTensor | None = field(init=False, default=None)  # None: it is in the buffer that is reduced
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,14 +43,14 @@ class Flat:
     region: slice  # what this rank updates: its slice, or everything at stage 0
     state_shards: Sequence[StateShard]  # portion by portion of the region; none if frozen
     specs: Sequence[Spec | None] = ()  # of parameters that are DTensors: their local tensors are here; empty: none is
-    is_sharded: bool = field(init=False, default=False)  # parameters rest as this rank's slice only
+    is_sharded: bool = field(init=False, default=False)  # only this rank's slice of the parameters is kept
     gradient: Gradient | None = field(init=False, default=None)  # None if frozen
     secondary: SecondaryShard | None = field(init=False, default=None)  # None: every gather is one from all ranks
     readers: list[Transfer] = field(init=False, default_factory=list)  # of values and states; writes wait for them
 
     def __post_init__(self) -> None:
         self.specs = self.specs or [None] * len(self.parameters)
-        # On the device. Its storage is empty while released, if parameters rest elsewhere.
+        # On the device. Its storage is empty while released, if parameters are kept elsewhere.
         self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.allocator.device)
         # Where parameters rest: a view into `full` unless sharded or off the device.
         self.rest = TierTensor(self.layout.numel, self.dtype, Tier.DEVICE, self.full)
@@ -152,7 +152,7 @@ class Flat:
                     shard.tensors[LOW].write(here, kernels.split(exact.to(torch.float32)).low)
 
     def _kept_piece(self, index: int) -> Piece | None:
-        """Return the part of a parameter that rests on this rank."""
+        """Return the part of a parameter that this rank keeps."""
         return self.layout.piece_of(index, self.region if self.is_sharded else slice(0, self.layout.numel))
 
     def keep(self, rest: TierTensor | None, *, is_sharded: bool, has_values: bool = True) -> None:
@@ -186,7 +186,7 @@ class Flat:
             self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
 
     def own_part(self) -> torch.Tensor:
-        """Return the part of the gathered buffer that rests on this rank."""
+        """Return the part of the gathered buffer that this rank keeps."""
         return self.full[self.region] if self.is_sharded else self.full
 
     def show_values(self) -> None:
@@ -233,7 +233,7 @@ class Flat:
     # Masters and parameters
 
     def round_masters(self, *, only_resident: bool = False) -> None:
-        """Round the masters into the compute dtype, to where parameters rest."""
+        """Round the masters into the compute dtype, to the home of the parameters."""
         self._forget_secondary()
         for shard in self.state_shards:
             if shard.holds_parameters or (only_resident and not shard.is_resident):
@@ -281,7 +281,7 @@ class Flat:
             self.secondary.forget()
 
     def _write_rest(self, place: slice, values: torch.Tensor) -> None:
-        """Write parameters to where they rest off the device, or in slices."""
+        """Write parameters to their home off the device, or in slices."""
         if any(shard.is_split and shard.holds_parameters for shard in self.state_shards):
             clear_low(self.state_shards, place.start, values, self.rest.read(place))
         self.rest.write(place, values)
@@ -389,7 +389,7 @@ class Flat:
             yield Kind.PARAMETERS, self.rest.extent.num_bytes, self.rest.extent.held_bytes
         for tensor in (tensor for shard in self.state_shards for tensor in shard.tensors.values()):
             if isinstance(tensor, CodedTensor):
-                yield Kind.OPTIMIZER_STATES, tensor.numel * tensor.dtype.itemsize, tensor.codes.numel
+                yield Kind.OPTIMIZER_STATES, 4 * tensor.numel, tensor.moment.num_bytes(tensor.numel)
 
     def exact_values(self) -> torch.Tensor:
         """Return this rank's region, or shard if it is frozen, at the precision it is kept in, on the device."""

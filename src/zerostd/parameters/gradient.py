@@ -1,10 +1,10 @@
-"""The gradient of one flat buffer: where it rests between backward and step, and in which form.
+"""The gradient of one flat buffer: where it is kept between backward and step, and in which form.
 
 With one backward pass per step it is kept in the reduce dtype (2 bytes in bf16 runs); with several it is summed in
 fp32. `region` is the slice of the flat buffer this rank updates. A rank that keeps gradients whole (stages 0 and 1) has
 a buffer for the whole flat and reduces in place. A rank that shards them fills a shared buffer and keeps its region
-only. The reducer calls the verbs of landing, the optimizer those of reading. A gradient that rests on the device may
-have a copy of parts on the host, for the CPU to read; one that rests on the host is a `HostGradient`
+only. The reducer calls the verbs of landing, the optimizer those of reading. A gradient that is kept on the device may
+have a copy of parts on the host, for the CPU to read; one that is kept on the host is a `HostGradient`
 (host_gradient.py), and one on disk a `DiskGradient` (disk_gradient.py).
 
 [Note: memory of gradients] After zero_grad() no gradient is kept. The next forward frees the memory and can use it for
@@ -31,18 +31,18 @@ Arrived = Sequence[torch.Tensor | None]  # what one pass brought, by parameter
 
 @dataclass(eq=False, repr=False)
 class Gradient:
-    """One flat gradient, which rests on the device."""
+    """One flat gradient, which is kept on the device."""
 
     tier = Tier.DEVICE
     is_kept = True  # until the step
-    comes_up = False  # whether an update on the device reads a copy of it: it rests in other memory, or on disk
+    comes_up = False  # whether an update on the device reads a copy of it: it is in other memory, or on disk
     layout: Layout
     region: slice  # of the flat buffer, in elements
     dtype: torch.dtype  # of the reduce
     allocator: TierAllocator
     keep_whole: bool  # has a buffer of the flat's length, to reduce in place
     host_copy: HostGradientCopy | None = None  # where the CPU reads parts of it
-    arrived: Transfer = field(init=False, default_factory=Done)  # the last transfer to where it rests
+    arrived: Transfer = field(init=False, default_factory=Done)  # the last transfer to its home
 
     def __post_init__(self) -> None:
         # In `dtype`, the flat buffer's length. None where gradients are sharded.
@@ -52,11 +52,11 @@ class Gradient:
         self._rest: torch.Tensor | None = None if self.whole is None else self.whole[self.region]
         self._sum: torch.Tensor | None = None  # fp32 (fp64 of fp64), the region's length: several passes make a step
         self._unsynced: torch.Tensor | None = None  # as `_sum`, the flat's length: passes under no_sync, not reduced
-        self._has_landed = [False] * len(self.layout.intervals)  # by parameter: a reduced gradient rests
+        self._has_landed = [False] * len(self.layout.intervals)  # by parameter: a reduced gradient is there
         self._is_unsynced = [False] * len(self.layout.intervals)  # by parameter: `_unsynced` holds something of it
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    # Where it rests
+    # Its home
 
     @property
     def is_given_back(self) -> bool:

@@ -237,7 +237,7 @@ class Group:
         self.state = GroupState.RELEASED
 
     def show(self) -> None:
-        """Let parameters show their values again, after `hide`; those that rest elsewhere stay released."""
+        """Let parameters show their values again, after `hide`; those that are kept elsewhere stay released."""
         if not self.gives_back:
             self.show_values()
             self.state = GroupState.GATHERED

@@ -1,4 +1,4 @@
-"""What users see as `p.grad` after a backward pass: a handle, since the gradient itself rests in its flat buffer.
+"""The handle that `p.grad` returns after a backward pass; the gradient itself is kept in its flat buffer.
 
 A handle has the parameter's shape, dtype and device and no memory. It keeps torch's own protocol: `p.grad is None`
 means that there is no gradient, setting it to None drops the gradient, and a backward pass into a parameter that still
@@ -75,7 +75,7 @@ class GradientHandle(torch.Tensor):
         _lent(self)[index] = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<gradient of {self.of}, {tuple(self.shape)}, rests in its group>"
+        return f"<gradient of {self.of}, {tuple(self.shape)}, kept in its group>"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

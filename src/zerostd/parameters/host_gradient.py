@@ -1,4 +1,4 @@
-"""A gradient that rests on the host.
+"""A gradient that is kept on the host.
 
 Where the device has memory of its own, the gradient lands in staging on the device, where its norm is taken, and goes
 down from there; a later pass brings it up again to add to it. Without staging, device and host have the same memory and
@@ -76,7 +76,7 @@ class Staging:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HostGradient(Gradient):
-    """One flat gradient, which rests on the host."""
+    """One flat gradient, which is kept on the host."""
 
     tier = Tier.HOST
     streams: Streams

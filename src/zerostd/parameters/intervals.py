@@ -1,4 +1,4 @@
-"""What checkpoints save of a flat: where the values of each parameter, of its states and its gradient are kept.
+"""The saved parts of a flat: where the values of each parameter, its states and its gradient are kept.
 
 Intervals are elements of one flattened tensor. If a parameter is a DTensor, this rank has a box of a larger tensor, and
 the interval says which.

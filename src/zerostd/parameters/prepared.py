@@ -1,4 +1,4 @@
-"""What users hold: the parameters of a prepared model, wherever their values are.
+"""The parameters of a prepared model, as users hold them, wherever their values are.
 
     PreparedParameter   shows its values, at the cost of an nn.Parameter; a change in place moves its version counter
     ReleasedParameter   its values are elsewhere or on their way: a call that needs them gets them first

@@ -1,4 +1,4 @@
-"""Secondary shards: what a rank keeps of a gathered flat buffer, so that further gathers stay inside its node.
+"""Secondary shards: slices of a gathered flat that a rank keeps, so that further gathers stay inside its node.
 
 A gather from all ranks fills the buffer, and this rank keeps a slice of it: the buffer's length divided by the ranks of
 the node. Until values change, a gather takes these slices, and nothing crosses from node to node. Group says when.

@@ -1,9 +1,9 @@
-"""What the optimizer keeps for a stretch of a region: the master and the states, in one tier and updated by one route.
+"""A state shard: the master and the states of a stretch of a region, with one tier and one route.
 
 The master of a bf16 parameter is kept as two halves of 16 bits (`kernels.Split`). The upper half equals the parameter
 that the model computes with. If the update can read the parameter, the parameter itself is that half, and only the
 lower half is kept here. Otherwise the shard has a separate upper half. Other masters are one fp32 tensor, or wider.
-States may be kept as codes of 8 bits (`kernels.Moment`).
+States may be kept as codes (`kernels.Moment`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ MASTER = "master"
 HIGH = "high"  # bf16: the upper half of a split master, rounded
 LOW = "low"  # int16: the lower half
 OF_MASTER = (MASTER, HIGH, LOW)  # names that are no states
-BLOCK = 64  # elements that are coded together: they begin with a parameter, and no shard ends inside them
 
 
 class SplitTensor(TierTensor):
-    """A split master as one tier tensor of fp32 numbers, for reads and writes outside the step. What it
-    returns is a copy."""
+    """A split master as one fp32 tier tensor, for reads and writes outside the step. Reads return a copy."""
 
     def __init__(self, high: TierTensor, low: TierTensor) -> None:
         super().__init__(low.numel, torch.float32, low.tier, None)
@@ -68,23 +66,25 @@ class SplitTensor(TierTensor):
 
 class CodedTensor(TierTensor):
     """A state that is kept as codes, as one tier tensor of fp32 numbers, for reads and writes outside the
-    step. What it returns is a copy. A block is coded as a whole: a write that ends inside one reads it first."""
+    step. What it returns is a copy. A block of the moment is coded as a whole: blocks begin with a parameter, no shard
+    ends inside one, and a write that does reads it first."""
 
     def __init__(self, codes: TierTensor, moment: Moment, numel: int) -> None:
         super().__init__(numel, torch.float32, codes.tier, None)
-        self.codes = codes  # bytes: the records
+        self.codes = codes  # the records
         self.moment = moment
 
     def read(self, part: slice, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return the numbers of a part, where its codes are; from disk in host memory."""
-        first = part.start // BLOCK * BLOCK
-        codes = self.codes.read(_records(slice(first, part.stop)), memory)
+        first = part.start // self.moment.block * self.moment.block
+        codes = self.codes.read(self.records(slice(first, part.stop)), memory)
         return decode_moments(codes, self.moment, part.stop - first)[part.start - first :]
 
     def write(self, part: slice, values: torch.Tensor) -> None:
         """Write numbers to a part."""
-        first = part.start // BLOCK * BLOCK
-        end = min(self.numel, -(-part.stop // BLOCK) * BLOCK)
+        block = self.moment.block
+        first = part.start // block * block
+        end = min(self.numel, -(-part.stop // block) * block)
         if part.start >= part.stop:
             return
         if (first, end) == (part.start, part.stop):
@@ -92,9 +92,9 @@ class CodedTensor(TierTensor):
         else:
             numbers = self.read(slice(first, end)).to(values.device)
             numbers[part.start - first : part.stop - first] = values
-        codes = torch.empty(Moment.num_bytes(end - first), dtype=torch.uint8, device=numbers.device)
+        codes = torch.empty(self.moment.num_elements(end - first), dtype=self.moment.dtype, device=numbers.device)
         encode_moments(numbers, self.moment, codes)
-        self.codes.write(_records(slice(first, end)), codes)
+        self.codes.write(self.records(slice(first, end)), codes)
 
     def start_write(self, start: int, source: torch.Tensor) -> Transfer:
         """Write numbers from memory, beginning at element `start`. Returns when they are written."""
@@ -102,10 +102,9 @@ class CodedTensor(TierTensor):
         self.write(slice(start, start + values.numel()), values)
         return Done()
 
-
-def _records(part: slice) -> slice:
-    """Return the bytes of the records of a part that starts at a block."""
-    return slice(Moment.num_bytes(part.start), Moment.num_bytes(part.stop))
+    def records(self, part: slice) -> slice:
+        """Return the place in `codes` of a part that starts at a block."""
+        return slice(self.moment.num_elements(part.start), self.moment.num_elements(part.stop))
 
 
 def kept_as(tensor: TierTensor) -> torch.dtype | Moment:
@@ -121,7 +120,7 @@ def is_in_memory(tensor: TierTensor) -> bool:
 def memory_of(tensor: TierTensor, part: slice) -> torch.Tensor:
     """Return a part of a column that is kept in memory: the numbers themselves, or their records."""
     if isinstance(tensor, CodedTensor):
-        return tensor.codes.read(_records(part))
+        return tensor.codes.read(tensor.records(part))
     return tensor.read(part)
 
 

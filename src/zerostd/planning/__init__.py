@@ -7,7 +7,6 @@ rounding.py     whole groups, and what is missing            simulation.py  step
 solution.py     homes of shares, rates as observed           planner.py     candidates, and which of them fit
 plan.py         the plan                                     pricing.py     a candidate as a plan, with prices
 searching.py    the best of many requests                    streaming.py   models that are not updated
-cluster.py      described models, many world sizes
 """
 
 from zerostd.planning.plan import Plan, Prediction, Trial

@@ -24,7 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from zerostd.errors import PrepareError
+from zerostd.errors import PrepareError, is_whole
 from zerostd.monitoring.decoding import decode, read_document
 from zerostd.planning.profiles import GroupProfile, ModelProfile
 
@@ -113,7 +113,7 @@ def from_numbers(
 
 def _check(**given: int | None) -> None:
     for what, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST):
+        if value is not None and not (is_whole(value, 1) and value <= LARGEST):
             raise PrepareError(f"{what}={reprlib.repr(value)} must be a whole number from 1 to {LARGEST:,}")
 
 

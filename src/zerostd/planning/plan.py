@@ -4,16 +4,16 @@ both ways; a plan written by hand is obeyed like any other."""
 from __future__ import annotations
 
 import fnmatch
+import functools
 import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
-from zerostd.errors import PrepareError
-from zerostd.monitoring.decoding import convert, decode, read_document
+from zerostd.errors import PrepareError, StorageError
+from zerostd.monitoring.decoding import convert, convert_given, decode, path_of, read_document
 from zerostd.monitoring.texts import percent_text, plain_seconds, rate_text, seconds_text, short_size
 from zerostd.planning.profiles import RECOMPUTED, WAYS
 from zerostd.policy import LOSSLESS, Homes, Kind, Placement, Route, Stage, Tier, Way
@@ -102,6 +102,12 @@ class Plan:
     spans: tuple[Span, ...] = field(default=(), repr=False, compare=False)  # of a simulated step; not in its JSON
 
     def __post_init__(self) -> None:
+        for name, kind in _kinds_of_fields().items():
+            what = f"a plan: {name}"
+            given = getattr(self, name)
+            converted = convert_given(given, kind, what=what, error=PrepareError)
+            object.__setattr__(self, name, given if given == converted else converted)
+        object.__setattr__(self, "stage", Stage(self.stage))
         for name, way in self.activations.items():
             if way not in WAYS:
                 raise PrepareError(f"activations of {name!r} are {way!r}; use one of {', '.join(WAYS)}")
@@ -114,7 +120,7 @@ class Plan:
 
     def homes_of(self, group: str) -> Homes:
         """Return the homes of one group, by its name or by the first glob that matches it."""
-        homes: Homes | None = _by_name(self.homes, group)
+        homes: Homes | None = _by_name(self.homes, str(group))
         if homes is None:
             raise PrepareError(
                 f"the plan has no homes for group {group!r}: it was made for another model or other groups=. Plan "
@@ -176,7 +182,11 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        file = path_of(path, "path", PrepareError)
+        try:
+            file.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"the plan cannot be written to {path}: {error.strerror}; name another file") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -187,6 +197,12 @@ class Plan:
     def explain(self) -> str:
         """Return the plan as a table and sentences."""
         return "\n".join([*_table(self), "", *_sentences(self)])
+
+
+@functools.cache
+def _kinds_of_fields() -> dict[str, Any]:
+    """Return the type of each field that a user may write."""
+    return {name: kind for name, kind in get_type_hints(Plan).items() if name != "spans"}
 
 
 def _tidy(tiers: Mapping[Tier, float]) -> str | dict[str, float]:

@@ -18,7 +18,7 @@ from zerostd.planning.linear import Infeasible
 from zerostd.planning.profiles import RECOMPUTED
 from zerostd.planning.program import SLACK, optimise
 from zerostd.planning.request import PlanRequest
-from zerostd.planning.rounding import enlargements, explain_missing, least_of, optimise_whole
+from zerostd.planning.rounding import explain_missing, least_of, missing_bytes, optimise_whole
 from zerostd.planning.solution import Solution, fits, model_state
 from zerostd.policy import Kind, Tier
 
@@ -45,11 +45,8 @@ def total(held: Bytes, tier: Tier) -> int:
 
 
 def solve(request: PlanRequest) -> Solution:
-    """Return the best placement of whole groups. Raises PrepareError with what is missing, if nothing fits."""
-    try:
-        return _candidates(request)[0]
-    except Infeasible:
-        raise PrepareError(explain_missing(request)) from None
+    """Return the best placement of whole groups. Raises Infeasible."""
+    return _candidates(request)[0]
 
 
 def _candidates(request: PlanRequest) -> list[Solution]:
@@ -235,7 +232,7 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
     for _ in range(MOST_ROUNDS):
         asked = replace(request, fixed=fixed)
         try:
-            solution = Solution(asked, least_of(asked, tier)[1])
+            solution = Solution(asked, least_of(asked, tier))
         except Infeasible:
             return None
         answers = [Counted(each, count(each)) for each in (solution, _by_cpu(solution))]
@@ -253,8 +250,8 @@ def _least(request: PlanRequest, tier: Tier, count: CountBytes) -> Counted | Non
 def _enough(request: PlanRequest, alone: Mapping[Tier, int], count: CountBytes) -> list[dict[Tier, int]]:
     """Return enlarged limits that are enough, the fewest bytes first: for each tier alone, and for several tiers if
     that takes fewer bytes or is the only way."""
-    together = enlargements(request)[0]
-    by = _enlarged(request, together, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
+    lacks = {tier: size for tier, size in missing_bytes(request, is_whole=True).items() if tier in request.limits}
+    by = _enlarged(request, lacks, count) or _enlarged(request, dict.fromkeys(request.limits, 0.0), count)
     ways = [{tier: size} for tier, size in alone.items()]
     if by and by not in ways:
         ways.append(by)

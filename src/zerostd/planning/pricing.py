@@ -6,20 +6,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zerostd.errors import PrepareError
-from zerostd.monitoring.texts import percent_text, plain_seconds, size_text
-from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, way_of, work
+from zerostd.monitoring.texts import plain_seconds, size_text
+from zerostd.planning.demands import GroupShares, activation_bytes, again_seconds, work
 from zerostd.planning.linear import Infeasible, LinearSolution
 from zerostd.planning.plan import GIB, Plan, Prediction
 from zerostd.planning.planner import Counted, solve
 from zerostd.planning.program import prices_of, quickest
 from zerostd.planning.request import PlanRequest
-from zerostd.planning.rounding import recomputed_bytes
 from zerostd.planning.simulation import simulate
 from zerostd.planning.solution import Solution, activations_by_group
 from zerostd.policy import Tier
 
-WORTH_TELLING = 0.15  # of a step: what recomputing must bring
 WORTH_SAYING = 0.02  # of a step: what not speculating must bring where most gradients are clipped
 
 
@@ -28,8 +25,7 @@ def plan_from(counted: Counted, notes: Sequence[str] = ()) -> Plan:
     solution = counted.solution
     plan = bare_plan(counted)
     if solution.request.model.knows_time:
-        about = _about_activations if solution.request.chooses else _if_recomputed
-        notes = [_twice_the_samples(solution), *about(solution), *notes]
+        notes = [_twice_the_samples(solution), *_about_activations(solution), *notes]
         plan = replace(plan, spans=solution.timeline.spans)
     return replace(plan, notes=tuple(notes), predicted=replace(plan.predicted, prices=_prices(solution)))
 
@@ -38,7 +34,7 @@ def bare_plan(counted: Counted) -> Plan:
     """Return a solution as a plan with seconds and bytes only."""
     solution = counted.solution
     request = solution.request
-    speculates = request.speculates and any(share.resident < 1 for share in solution.shares)
+    plan = plan_of(solution)
     busy = work(request, solution.shares)
     busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
     busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
@@ -46,17 +42,22 @@ def bare_plan(counted: Counted) -> Plan:
     if request.model.knows_time:
         timeline = solution.timeline
         predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s)
-        if speculates:
+        if plan.speculate:
             clipped_s = simulate(replace(request, speculates=False), solution.shares).step_s
             predicted = replace(predicted, clipped_s=clipped_s)
+    return replace(plan, predicted=predicted)
+
+
+def plan_of(solution: Solution) -> Plan:
+    """Return a solution as a plan, without what it costs."""
+    request = solution.request
     return Plan(
         homes=solution.homes,
         stage=request.stage,
         world_size=request.world_size,
-        speculate=speculates,
+        speculate=request.speculates and any(share.resident < 1 for share in solution.shares),
         keep_gradients=request.keeps_gradients,
         codec=request.codec,
-        predicted=predicted,
         limits=dict(request.limits),
         activations=activations_by_group(solution),
     )
@@ -86,32 +87,11 @@ def _shortest(request: PlanRequest, solution: Solution) -> LinearSolution:
     return quickest(request, solution.shares)[1]
 
 
-def _if_recomputed(solution: Solution) -> Iterator[str]:
-    request = solution.request
-    activations = request.model.activations()
-    recomputed = recomputed_bytes(request.model)
-    most_gain = 1.0 - solution.timeline.compute_s / max(solution.timeline.step_s, 1e-12)
-    if recomputed is None or recomputed >= activations or most_gain < WORTH_TELLING or not solution.bytes_off:
-        return
-    try:
-        changed = solve(replace(request, activations=frozenset({"keep", "recompute"})))
-    except PrepareError:
-        return
-    gain = 1.0 - changed.timeline.step_s / solution.timeline.step_s
-    if gain > WORTH_TELLING:
-        count = sum(len(cost.members) for cost, share in changed.pairs if way_of(share) != "keep")
-        yield (
-            f"Recomputing the activations of {count} of {len(request.model.groups)} groups with "
-            f"torch.utils.checkpoint would make a step {percent_text(gain)} shorter: "
-            "it frees device memory for model state."
-        )
-
-
 def _twice_the_samples(solution: Solution) -> str:
     request = solution.request
     try:
         changed = solve(replace(request, model=request.model.with_twice_the_samples()))
-    except PrepareError:
+    except Infeasible:
         return "Doubling the micro-batch would not fit."
     gain = 2 * solution.timeline.step_s / max(changed.timeline.step_s, 1e-12)
     percent = round(100 * (gain - 1))
@@ -122,6 +102,8 @@ def _twice_the_samples(solution: Solution) -> str:
 
 def _about_activations(solution: Solution) -> Iterator[str]:
     request = solution.request
+    if not request.chooses:
+        return
     kept, _ = activation_bytes(request, [GroupShares()] * len(request.costs))
     held, sent = activation_bytes(request, solution.shares)
     if held < kept:

@@ -28,6 +28,7 @@ REMEDY = "measure again with `zerostd measure`, or correct it"
 MOMENT_BYTES = 8  # of one parameter: both of Adam in fp32
 CODED_BYTES = 2 * 68 / 64  # the same as codes of 8 bits with a scale for 64 of them
 OF_A_PASS = ("samples", "forward_s", "backward_s", "activation_bytes")  # of a model: twice of twice the samples
+DTYPES = ("parameter_bytes", "gradient_bytes", "state_bytes", "master_bytes", "shared_bytes", "dtype")  # of a model
 # Ways that plans choose among. Either all recomputed groups keep their inputs on the device, or none does.
 WAYS = tuple(way.in_plan for way in (Way.DEVICE, Way.RECOMPUTE, Way.RECOMPUTE_HOST, Way.HOST))
 RECOMPUTED = (Way.RECOMPUTE.in_plan, Way.RECOMPUTE_HOST.in_plan)
@@ -160,6 +161,15 @@ class GroupProfile:
     forward_part: float | None = None  # of the model's `forward_s`, as it was timed; None: by its operations
     backward_part: float | None = None  # of its `backward_s`
 
+    def scaled(self, kept: float, peak: float) -> GroupProfile:
+        """Return the same with this many times the activations, kept and beside them."""
+        return replace(
+            self,
+            kept_bytes=kept * self.kept_bytes,
+            boundary_bytes=kept * self.boundary_bytes,
+            peak_bytes=peak * self.peak_bytes,
+        )
+
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -175,7 +185,6 @@ class ModelProfile:
     is_coded: bool = False  # `state_bytes` are those of Adam's moments as codes of 8 bits
     dtype: str = "bfloat16"  # of the matrix products
     samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
-    recomputes: bool = False  # blocks keep only their inputs
     recomputed: float = 0.0  # of forward, by the model itself: what it keeps is in the groups already
     forward_s: float | None = None  # of one pass, if measured
     backward_s: float | None = None
@@ -210,6 +219,15 @@ class ModelProfile:
         """Whether the activations that each group keeps are known."""
         return self.samples is not None and any(group.kept_bytes for group in self.groups)
 
+    def in_dtypes_of(self, other: ModelProfile) -> ModelProfile:
+        """Return the same with the dtypes of another model; activations take as many times the bytes as parameters."""
+        times = other.parameter_bytes / self.parameter_bytes
+        return replace(self.scaled(times), **{name: getattr(other, name) for name in DTYPES})
+
+    def scaled(self, times: float) -> ModelProfile:
+        """Return the same with activations `times` as large."""
+        return replace(self, groups=tuple(group.scaled(times, times) for group in self.groups))
+
     @cached_property
     def measured_groups(self) -> tuple[GroupProfile, ...]:
         """The groups with activations that add up to what was measured. Bytes above the estimate are needed for a
@@ -221,22 +239,13 @@ class ModelProfile:
         most = (self.samples or 0) * max(group.peak_bytes for group in self.groups)
         kept = measured / estimate
         peak = kept
-        if measured > estimate and most and not self.recomputes:
+        if measured > estimate and most:
             kept = 1.0
             peak = 1 + (measured - estimate) / most
-        return tuple(
-            replace(
-                group,
-                kept_bytes=kept * group.kept_bytes,
-                boundary_bytes=kept * group.boundary_bytes,
-                peak_bytes=peak * group.peak_bytes,
-            )
-            for group in self.groups
-        )
+        return tuple(group.scaled(kept, peak) for group in self.groups)
 
     def _estimate(self) -> float:
         if self.samples is None:
             return 0.0
-        kept = sum(group.boundary_bytes if self.recomputes else group.kept_bytes for group in self.groups)
-        inside = max((g.kept_bytes + g.peak_bytes if self.recomputes else g.peak_bytes for g in self.groups), default=0)
-        return self.samples * (kept + inside)
+        kept = sum(group.kept_bytes for group in self.groups)
+        return self.samples * (kept + max((group.peak_bytes for group in self.groups), default=0))

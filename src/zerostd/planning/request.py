@@ -15,13 +15,8 @@ from typing import Any
 
 from zerostd.errors import PrepareError
 from zerostd.planning.profiles import RECOMPUTED, DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
-from zerostd.policy import Budget, Kind, Stage, Tier, parse_bytes, shards
+from zerostd.policy import Kind, Stage, Tier, shards
 
-MARGIN = 0.1  # of what is free: the part that no plan uses
-FOR_ACTIVATIONS = 0.4  # of the device, if the batch is not known and there is no budget,
-FOR_PASSES = 0.15  # and where nothing is kept for backward
-FOR_LIBRARIES = 128 << 20  # bytes of an accelerator that matrix products take to work in: 110 to 125 MiB were seen
-UNSEEN = 0.01  # of an accelerator's budget, or as much as for libraries: what operations take that nobody counts
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the CPU updates beside them
 MIN_WIRE_BANDWIDTH = 1e6
@@ -188,46 +183,31 @@ def threads_of(machine: MachineProfile, local_size: int) -> int:
     return cores if machine.link is None else max(1, cores - NUM_BUSY_THREADS)
 
 
+def shared(machine: MachineProfile, local_size: int) -> MachineProfile:
+    """Return a machine as one of the ranks of a node has it: where the CPU is the device, they share it."""
+    if machine.link is not None:
+        return machine
+    matrix = {dtype: rate / local_size for dtype, rate in machine.matrix.items()}
+    return replace(machine, matrix=matrix, resident_ns=machine.resident_ns * local_size)
+
+
+def replicas_of(machine: MachineProfile, world_size: int) -> list[int]:
+    """Return the numbers of replicas worth trying: those whose ranks share a faster wire, and then one replica, whose
+    refusal is reported."""
+    wire = wire_of(machine.wires, world_size)
+    faster = [
+        inner.ranks
+        for inner in machine.wires
+        if wire is not None and 1 < inner.ranks < world_size and inner.bandwidth > wire.bandwidth
+    ]
+    return [*(world_size // ranks for ranks in sorted(faster) if world_size % ranks == 0), 1]
+
+
 def stages_of(stage: Stage | None, world_size: int) -> list[Stage]:
     """Return the user's stage, or those worth trying: 2 and 3, since stage 2 sends no more than 0 and 1."""
     if stage is not None:
         return [stage]
     return [Stage.PARAMETERS] if world_size == 1 else [Stage.GRADIENTS, Stage.PARAMETERS]
-
-
-def limits_for(
-    budget: Budget,
-    free: Mapping[str, int],
-    local: int,
-    *,
-    is_host: bool,
-    has_disk: bool,
-    held: int = 0,
-    for_activations: float = 0.0,
-) -> dict[Tier, int]:
-    """Return the bytes by tier that one of `local` ranks of a node may use: its part of the budget, or of what is free
-    less a margin. Host and disk are left out if nothing is known of them. Where the device is the CPU (`is_host`) ranks
-    share its memory too. `held` bytes of the device are the model's own already. `for_activations` is the part of it
-    that is left to them, without a budget."""
-    usable = 1.0 - MARGIN
-    if budget.device is not None:
-        whole = parse_bytes(budget.device)
-        device = max(0, whole - (0 if is_host else max(FOR_LIBRARIES, int(UNSEEN * whole))))
-    elif "device" not in free:
-        raise PrepareError("machine profile: free.device is missing; complete it, or give a budget for the device")
-    else:
-        part = usable * (1.0 - for_activations)
-        device = int((free["device"] // (local if is_host else 1) + held) * part)
-    limits: dict[Tier, int] = {Tier.DEVICE: device}
-    if budget.host is not None:
-        limits[Tier.HOST] = parse_bytes(budget.host) // local
-    elif "host" in free:
-        limits[Tier.HOST] = max(0, int(free["host"] * usable) // local - (device - held if is_host else 0))
-    if has_disk and budget.disk is not None:
-        limits[Tier.DISK] = parse_bytes(budget.disk) // local
-    elif has_disk and "disk" in free:
-        limits[Tier.DISK] = int(free["disk"] * usable) // local
-    return limits
 
 
 # -- costs --
@@ -256,13 +236,11 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     reduce_s += request.across_s(reduced)
     wire_forward_s = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
     wire_backward_s = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
-    backward_s = forward_s * (3.0 if model.recomputes else 2.0 + model.recomputed)
+    backward_s = forward_s * (2.0 + model.recomputed)
     if model.backward_s is not None and group.backward_part is not None:
         backward_s = model.backward_s * group.backward_part
     elif model.backward_s is not None and model.forward_s:
         backward_s = forward_s * model.backward_s / model.forward_s
-    if request.chooses and model.recomputes:
-        backward_s = max(0.0, backward_s - forward_s)
     return GroupCost(
         name=group.name,
         updated=updated,

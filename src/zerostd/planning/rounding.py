@@ -14,14 +14,12 @@ import numpy
 from zerostd.monitoring.texts import count_text, size_text
 from zerostd.planning.demands import NUM_BUFFERS, STATES, WHOLE, GroupShares, any_choice, states_of
 from zerostd.planning.linear import Array, Infeasible, Term
-from zerostd.planning.profiles import ModelProfile
 from zerostd.planning.program import GIGA, ScheduleProgram, optimise
 from zerostd.planning.request import PlanRequest
 from zerostd.policy import Tier
 
 SAME = 1e-6  # of a share
 FEW = 1000.0  # bytes, within the solver's tolerance
-SPARE = 1e-5  # of model state, asked for beyond what is missing: whole numbers are found with some tolerance
 MARGINS = (0.0, 1e-7, 1e-6)  # of all bytes, that whole numbers leave free of each tier: they are not quite whole
 
 
@@ -108,30 +106,21 @@ def _nearest(request: PlanRequest, wanted: Sequence[GroupShares], spare: int) ->
     return [_rounded(share) for share in program.shares(program.linear.minimise(distance, _whole(program)))]
 
 
-def missing_bytes(
-    request: PlanRequest, *, is_whole: bool = False, of: Collection[Tier] = tuple(Tier)
-) -> dict[Tier, float]:
-    """Return the bytes that the tiers `of` lack, the fewest in all: for any shares, or with `is_whole` for groups that
-    do one thing each. Raises Infeasible if more of these tiers does not help."""
-    program, short = _bytes_program(request, of)
+def missing_bytes(request: PlanRequest, *, is_whole: bool = False) -> dict[Tier, float]:
+    """Return the bytes that tiers lack, the fewest in all: for any shares, or with `is_whole` for groups that do one
+    thing each."""
+    program, short = _bytes_program(request, tuple(Tier))
     solution = program.linear.minimise([(short, 1.0)], _whole(program) if is_whole else None)
-    return {tier: float(lack) * GIGA for tier, lack in zip(of, solution.values[short], strict=True)}
+    lacks = zip(Tier, solution.values[short], strict=True)
+    return {tier: float(lack) * GIGA for tier, lack in lacks if lack * GIGA > FEW}
 
 
-def least_of(request: PlanRequest, tier: Tier) -> tuple[float, list[GroupShares]]:
-    """Return the fewest bytes of a tier that whole groups take, regardless of its limit, while the other tiers keep
-    theirs, and their shares. Raises Infeasible if they cannot."""
+def least_of(request: PlanRequest, tier: Tier) -> list[GroupShares]:
+    """Return the whole groups that take the fewest bytes of a tier, regardless of its limit, while the other tiers keep
+    theirs. Raises Infeasible if they cannot."""
     program, taken = _bytes_program(replace(request, limits={**request.limits, tier: 0}), [tier])
     solution = program.linear.minimise([(taken, 1.0)], _whole(program))
-    return solution.objective * GIGA, [_rounded(share) for share in program.shares(solution)]
-
-
-def _most_room(request: PlanRequest) -> float:
-    """Return the most bytes of the device that whole groups can leave free; below 0 if they do not fit at all."""
-    try:
-        return request.limits[Tier.DEVICE] - least_of(request, Tier.DEVICE)[0]
-    except Infeasible:
-        return -1.0
+    return [_rounded(share) for share in program.shares(solution)]
 
 
 def _whole(program: ScheduleProgram) -> Array:
@@ -166,31 +155,16 @@ def _bytes_program(request: PlanRequest, short: Collection[Tier] = ()) -> tuple[
 # -- when nothing fits --
 
 
-def enlargements(request: PlanRequest) -> list[dict[Tier, float]]:
-    """Return the enlargements of the budget that would be enough: the fewest in all, and of each tier alone."""
-    least = {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
-    fewest = _in_whole_groups(request, tuple(Tier)) or least or dict.fromkeys(request.limits, _spare(request))
-    alone = [_in_whole_groups(request, (tier,)) for tier in request.limits if {*fewest} != {tier}]
-    return [fewest, *(sizes for sizes in alone if sizes)]
-
-
-def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]] = ()) -> str:
-    """Return what a request is refused with; `counted` are bytes that are enough by account, the fewest first."""
-    larger = counted or enlargements(request)
-    least = counted[0] if counted else {tier: size for tier, size in missing_bytes(request).items() if size > FEW}
+def explain_missing(request: PlanRequest, counted: Sequence[Mapping[Tier, float]]) -> str:
+    """Return what a request is refused with; `counted` are the bytes that are enough, the fewest first."""
+    least = counted[0] if counted else missing_bytes(request)
     limits = " and ".join(
         f"{size_text(size) if size else 'nothing'} of the {tier.value}" for tier, size in request.limits.items()
     )
-    if least:
-        where = f"at least {_of_tiers(least)} is missing"
-    else:
-        whole = _of_tiers(larger[0])
-        largest = max(cost.gathered for cost in request.costs)
-        where = f"{whole} is missing, because groups move as a whole (the largest has {int(largest)} bytes)"
     return (
         f"no placement fits {count_text(request.model.numel)} parameters at stage {request.stage.value} on "
-        f"{request.world_size:,} rank{'s' * (request.world_size > 1)}, each with {limits}: {where}. What would fit: "
-        + "; or ".join(_changes(request, larger))
+        f"{request.world_size:,} rank{'s' * (request.world_size > 1)}, each with {limits}: at least "
+        f"{_of_tiers(least) or 'a group'} is missing. What would fit: {'; or '.join(_changes(request, counted))}"
     )
 
 
@@ -198,49 +172,13 @@ def _changes(request: PlanRequest, larger: Sequence[Mapping[Tier, float]]) -> It
     yield from (_larger(request, by) for by in larger)
     if Tier.DISK not in request.limits:
         plenty = replace(request, limits={**request.limits, Tier.HOST: 1 << 60})  # more of what is not the device
-        if sum(missing_bytes(plenty).values()) < sum(missing_bytes(request).values()) - FEW:
+        if sum(missing_bytes(plenty).values()) < sum(missing_bytes(request).values()):
             yield "a disk: Budget(disk=..., disk_path=...)"
-    yield from _fewer_activations(request)
+    if request.model.activations():
+        recomputes = request.recomputes or request.model.recomputed
+        yield "fewer samples in a pass" + ("" if recomputes else ", or recomputed activations")
     if request.world_size == 1 or request.stage < 3:
         yield "more ranks" if request.stage == 3 else "stage=3"
-
-
-def _in_whole_groups(request: PlanRequest, of: Sequence[Tier]) -> dict[Tier, float]:
-    """Return the bytes that are enough for groups that move as a whole; empty if more of these tiers does not help."""
-    try:
-        missing = missing_bytes(request, is_whole=True, of=of)
-    except Infeasible:
-        return {}
-    return {tier: size + _spare(request) for tier, size in missing.items() if size > FEW}
-
-
-def _spare(request: PlanRequest) -> float:
-    return FEW + SPARE * sum(cost.updated * request.model.state_bytes + cost.parameters for cost in request.costs)
-
-
-def _fewer_activations(request: PlanRequest) -> Iterator[str]:
-    model = request.model
-    activations = model.activations()
-    if request.chooses or model.samples is None:
-        if activations:
-            more = "" if request.chooses or model.recomputes else ", or recomputed activations"
-            yield f"fewer samples in a pass{more}"
-        return
-    room = _most_room(replace(request, model=replace(model, activation_bytes=0)))
-    samples = int(model.samples * min(1.0, room / activations)) if activations else 0
-    if 0 < samples < model.samples:
-        yield f"{samples} samples in a pass instead of {model.samples}"
-    recomputed = recomputed_bytes(model)
-    if recomputed is not None:
-        enough = "" if recomputed <= room else ": not enough on its own"
-        yield f"recomputed activations, which take {size_text(activations - recomputed)} less{enough}"
-
-
-def recomputed_bytes(model: ModelProfile) -> int | None:
-    """Return the bytes of activations if all groups recomputed them; None: some do already, or it is not known."""
-    if model.recomputes or model.recomputed or not model.knows_activations:
-        return None
-    return replace(model, groups=model.measured_groups, recomputes=True, activation_bytes=None).activations()
 
 
 def _of_tiers(sizes: Mapping[Tier, float]) -> str:

@@ -8,10 +8,13 @@ and machines on paper.
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerostd.errors import PrepareError
+from zerostd.monitoring.texts import plain_seconds
 from zerostd.planning.demands import way_of
 from zerostd.planning.planner import CountBytes, Counted, fitting, total
 from zerostd.planning.profiles import RECOMPUTED
@@ -21,6 +24,10 @@ from zerostd.policy import Tier
 
 WORTH_CODING = 0.05  # of a step: what results that are not exact must bring
 WORTH_A_DISK = 0.02  # of all bytes, and of a step: less is not worth the buffers and threads of a disk
+
+MOST_TRIED = 8  # divisions of a batch into passes
+ALMOST = 0.01  # of a step
+MISSING = re.compile(r"[^:.]*(?:[.]\d[^:.]*)* is missing")  # what of a refusal goes into the table
 
 Refusal = tuple[PlanRequest, PrepareError]
 
@@ -35,7 +42,69 @@ class SearchResult:
 
     @property
     def best(self) -> Counted:
-        return min([*self.candidates, *self.speculating], key=lambda counted: counted.seconds)
+        return min([self.shortest, *self.speculating], key=lambda counted: counted.seconds)
+
+    @property
+    def shortest(self) -> Counted:
+        """The shortest without speculation; of nearly equal ones at a stage, that with more samples a pass or fewer
+        replicas."""
+        best = min(self.candidates, key=lambda each: each.seconds)
+        most_s = best.seconds * (1 + ALMOST)
+        stage = best.solution.request.stage
+        near = [each for each in self.candidates if each.solution.request.stage is stage and each.seconds <= most_s]
+
+        def rank(each: Counted) -> tuple[int, int, float]:
+            request = each.solution.request
+            return (request.model.samples or 0, -request.num_replicas, -each.seconds)
+
+        return max(near, key=rank)
+
+
+# -- divisions of a batch --
+
+
+def divide(batch: int | None, samples: int | None, passes: int | None) -> list[tuple[int | None, int]]:
+    """Return the samples of a pass and the passes of a step that are worth trying for a batch on one rank."""
+    if batch is None:
+        return [(samples, passes or 1)]
+    if samples is None and passes is None:
+        return [*divisions(batch)]
+    if batch % (samples or passes or 1) or (samples and passes and samples * passes != batch):
+        raise PrepareError(
+            f"a batch of {batch} cannot be divided into {f'{passes} ' if passes else ''}passes"
+            f"{f' of {samples} samples' if samples else ''}: give numbers that divide it, or only the batch"
+        )
+    return [(samples or batch // (passes or 1), passes or batch // (samples or 1))]
+
+
+def divisions(batch: int, most: int = MOST_TRIED) -> list[tuple[int, int]]:
+    """Return divisions of a batch into samples in a pass and passes: all, or a selection at equal ratios."""
+    small = [size for size in range(1, math.isqrt(batch) + 1) if batch % size == 0]
+    sizes = sorted({*small, *(batch // size for size in small)})
+    if len(sizes) > most:
+        wanted = [math.log(batch) * place / (most - 1) for place in range(most)]
+        sizes = sorted({min(sizes, key=lambda size: abs(math.log(size) - power)) for power in wanted})
+    return [(size, batch // size) for size in reversed(sizes)]
+
+
+def table(result: SearchResult) -> str:
+    """Return the divisions of a batch that were tried, a line each, with the best stage."""
+    outcomes = {}
+    for request, error in result.refused:
+        match = MISSING.search(str(error))
+        outcomes[request.model.samples or 1, request.accumulate] = match.group().strip() if match else str(error)
+    for each in sorted(result.candidates, key=lambda each: each.seconds, reverse=True):
+        request = each.solution.request
+        outcomes[request.model.samples or 1, request.accumulate] = f"{plain_seconds(each.seconds)} a step"
+    chosen = result.shortest.solution.request
+    samples = chosen.model.samples or 1
+    passes = chosen.accumulate
+    lines = [f"A step of {samples * passes} samples is divided into passes of {samples}: accumulate={passes}. Tried:"]
+    lines += [f"  {size} x {count}: {outcomes[size, count]}" for size, count in sorted(outcomes, reverse=True)]
+    return "\n".join(lines)
+
+
+# -- what fits --
 
 
 def search_coded(

@@ -31,7 +31,7 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     off = (Tier.HOST, Tier.DISK) if rules.has_own_memory else (Tier.DISK,)
     comes_up = [(plan.gradient_dtype, plan.gradients in off) for plan in trained]
     split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
-    in_step = Updater.buffer_bytes(resident, comes_up, split, is_coded=rules.codes_states)
+    in_step = Updater.buffer_bytes(resident, comes_up, split, is_coded=bool(rules.moments))
     in_backward += _secondary(trained)
     frozen = [plan for group in plans for plan in group if not plan.is_trained]
     need[Tier.DEVICE, Kind.BUFFERS] += _secondary(frozen)
@@ -83,7 +83,7 @@ def _host_buffers(plans: Sequence[Sequence[FlatPlan]]) -> int:
 
 
 def largest_on_disk(plans: Sequence[Sequence[FlatPlan]]) -> int:
-    """Return the bytes of the longest parameters that rest on disk."""
+    """Return the bytes of the longest parameters that are kept on disk."""
     on_disk = [plan for group in plans for plan in group if plan.parameters is Tier.DISK]
     return max((plan.rest_numel * plan.dtype.itemsize for plan in on_disk), default=0)
 

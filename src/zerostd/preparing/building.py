@@ -1,4 +1,4 @@
-"""From a module and checked options to a Runtime: decide everything, refuse what does not fit, then build.
+"""Build a Runtime from a module and checked options: decide everything, refuse what does not fit, then allocate.
 
 world -> blueprints -> plans for every flat, with homes -> bytes by tier, against what is free -> arenas -> groups one
 at a time -> hooks
@@ -25,6 +25,7 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring.identity import device_of
 from zerostd.monitoring import Ledger
+from zerostd.monitoring.texts import size_text
 from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.parameter_states import ParameterStates
@@ -169,7 +170,7 @@ def _check_device(need: Demand, budget: Budget) -> None:
     on_device = _total(need, Tier.DEVICE)
     if budget.device is not None and on_device > parse_bytes(budget.device):
         raise PrepareError(
-            f"the model state needs {on_device / 2**30:.3f} GiB on the device ({_parts(need, Tier.DEVICE)}; "
+            f"the model state needs {size_text(on_device)} on the device ({_parts(need, Tier.DEVICE)}; "
             f"gathered groups and activations come on top), but Budget(device={budget.device!r}) allows less: keep "
             "less on the device, as with Placement(optimizer_states='host')"
         )
@@ -197,8 +198,7 @@ def _total(need: Demand, tier: Tier) -> int:
 
 
 def _parts(need: Demand, tier: Tier) -> str:
-    kinds = {kind: size for (where, kind), size in need.items() if where is tier}
-    return ", ".join(f"{kind.value} {size / 2**30:.3f} GiB" for kind, size in kinds.items())
+    return ", ".join(f"{kind.value} {size_text(size)}" for (where, kind), size in need.items() if where is tier)
 
 
 def _first_values(named: Mapping[str, nn.Parameter], wires: Wires, seed: int) -> ValueOf:

@@ -1,4 +1,4 @@
-"""From plans to the flat buffers of groups, each holding what this rank should.
+"""Build the flat buffers of groups from a plan, each with the values of this rank.
 
 One group at a time is moved, so the extra memory is one group's. State off the device is cut from arenas that were
 reserved before the first group.
@@ -115,7 +115,7 @@ def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> S
 
     def allocate_column(dtype: torch.dtype | Moment) -> TierTensor:
         if isinstance(dtype, Moment):
-            return CodedTensor(take(Moment.num_bytes(portion.numel), torch.uint8), dtype, portion.numel)
+            return CodedTensor(take(dtype.num_elements(portion.numel), dtype.dtype), dtype, portion.numel)
         return take(portion.numel, dtype)
 
     columns = allocate(plan.columns(portion))
@@ -153,7 +153,7 @@ def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
 
 
 def _make_host_copy(plan: FlatPlan, resources: Resources) -> HostGradientCopy | None:
-    """Return the host's copy of what the CPU reads, where the gradient rests on a device with memory of its own."""
+    """Return the host's copy of what the CPU reads, if the gradient is kept on a device with its own memory."""
     parts = [slice(portion.start, portion.stop) for portion in plan.portions if portion.route is Route.CPU]
     if not plan.rules.has_own_memory or plan.gradients is not Tier.DEVICE or not parts:
         return None

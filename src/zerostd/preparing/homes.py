@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerostd.errors import PrepareError
-from zerostd.kernels import Moment, column_bytes
+from zerostd.kernels import MOMENT_CODECS, Adam, Moment, column_bytes
 from zerostd.monitoring.texts import percent_text
 from zerostd.parameters.blueprints import Blueprint, Member
-from zerostd.parameters.state_shard import BLOCK, HIGH, LOW, MASTER
+from zerostd.parameters.state_shard import HIGH, LOW, MASTER
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards, splits_masters
 from zerostd.sharding import Layout, Portion, make_layout
 from zerostd.sharding.portions import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
@@ -31,10 +31,12 @@ FEWEST = 1 << 15  # elements: of smaller models whole flats are kept, since any 
 FAR = 0.1  # of a kind: shares that whole parameters miss by more are refused
 Columns = dict[str, torch.dtype | Moment]  # by name, each as long as its portion
 PACKED = (2, 4)  # bytes of a number: others are kept as they are
-CODED_STATES = {
-    "exp_avg": Moment.AVERAGE,
-    "exp_avg_sq": Moment.SQUARES,
-}  # by Placement(codec={"optimizer_states": ...})
+
+
+def moments_of(placement: Placement) -> dict[str, Moment]:
+    """Return how a placement keeps optimizer states as codes, by name; empty if it does not."""
+    codec = placement.codec.get("optimizer_states")
+    return dict(zip(Adam.state_names, MOMENT_CODECS[codec], strict=True)) if codec else {}
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,14 @@ class Rules:
     node_size: int = 1  # ranks of a node that keep secondary shards; 1: none are kept
 
     @property
-    def codes_states(self) -> bool:
-        """Whether optimizer states are kept as codes."""
-        return "optimizer_states" in self.placement.codec
+    def moments(self) -> dict[str, Moment]:
+        """How optimizer states are kept as codes, by name; empty if they are not."""
+        return moments_of(self.placement)
+
+    @property
+    def coded_block(self) -> int:
+        """Elements of states that are coded together."""
+        return max((moment.block for moment in self.moments.values()), default=1)
 
     @property
     def packs_parameters(self) -> bool:
@@ -165,7 +172,7 @@ class FlatPlan:
         master: Columns = {} if shares else {MASTER: self.master_dtype}
         if self.is_split:
             master = {LOW: torch.int16} if shares else {HIGH: self.dtype, LOW: torch.int16}
-        has_states = portion.tier is not Tier.DEVICE or self.rules.codes_states
+        has_states = portion.tier is not Tier.DEVICE or bool(self.rules.moments)
         return master | self._state_dtypes() if has_states else master
 
     def staged(self, portion: Portion) -> Columns:
@@ -178,8 +185,8 @@ class FlatPlan:
 
     def _state_dtypes(self) -> Columns:
         """Return how states are kept: as wide as the master where the optimizer makes them like the parameter."""
-        if self.rules.codes_states:
-            return dict(CODED_STATES)
+        if self.rules.moments:
+            return dict(self.rules.moments)
         states = self.rules.states.items()
         return {name: self.master_dtype if dtype == torch.float32 else dtype for name, dtype in states}
 
@@ -241,7 +248,7 @@ def plan_flats(blueprints: Sequence[Blueprint], rules: Rules) -> list[list[FlatP
         parameters = assign_tiers(sizes, placement.shares(Kind.PARAMETERS))
         gradients = assign_tiers(numels, placement.shares(Kind.GRADIENTS))
         # Where parameters are on disk, two portions must not share a page of them: each writes its own.
-        finest = UNIT if Tier.DISK in placement.shares(Kind.PARAMETERS) else BLOCK if rules.codes_states else 1
+        finest = UNIT if Tier.DISK in placement.shares(Kind.PARAMETERS) else rules.coded_block
         states = placement.shares(Kind.OPTIMIZER_STATES)
         portions = cut_portions(numels, states, cpu_share=rules.cpu_share, finest=finest)
     else:
@@ -275,7 +282,7 @@ def _make_plan(members: Sequence[Member], dtype: torch.dtype, rules: Rules) -> F
     by_name = {member.name: member for member in members}
     shapes = [(name, member.shape) for name, member in by_name.items()]
     num_shards = rules.num_servers or rules.size
-    alignment = BLOCK if rules.codes_states and members[0].options is not None else 1
+    alignment = rules.coded_block if members[0].options is not None else 1
     layout = make_layout(shapes, num_shards, dtype.itemsize, num_replicas=rules.num_replicas, alignment=alignment)
     specs = [by_name[interval.name].spec for interval in layout.intervals]
     intervals = [

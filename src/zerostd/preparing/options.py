@@ -11,19 +11,22 @@ from torch import nn
 from zerostd.communication import World, coded_wires
 from zerostd.communication.world import shape_of, thread_budget
 from zerostd.engine.settings import Settings
-from zerostd.errors import NotSupportedError, PrepareError
+from zerostd.errors import NotSupportedError, PrepareError, check_flag, is_number, is_whole
+from zerostd.kernels import MOMENT_CODECS
 from zerostd.measuring.identity import choose_device, device_of, parse_device
 from zerostd.optimizers.elementwise import check_elementwise, find_states, written_options
 from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
 from zerostd.planning import Plan
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import LOSSLESS, Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
-from zerostd.preparing.homes import PACKED, FlatPlan, Rules
-from zerostd.sharding.portions import default_cpu_share
+from zerostd.preparing.homes import PACKED, FlatPlan, Rules, moments_of
+from zerostd.sharding.portions import BYTES_STREAMED, UNIT, default_cpu_share
 from zerostd.tiers.limits import check_disk, check_host
 from zerostd.tiers.packing import coder
 
-CODECS = coded_wires.CODECS | {"optimizer_states": ("int8",), "parameters": (LOSSLESS,)}  # by what is coded
+FLOATS = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes to compute and to reduce in
+CODECS = coded_wires.CODECS | {"optimizer_states": tuple(MOMENT_CODECS), "parameters": (LOSSLESS,)}  # by what is coded
+LOW_BYTES = 2  # of an element's master that its parameter does not hold
 
 
 def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
@@ -31,15 +34,18 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     if settings.plan is not None and (settings.stage is not None or settings.placement is not None):
         raise PrepareError("plan= replaces stage= and placement=: leave them out, or the plan")
     accumulate = settings.accumulate
-    if accumulate is not None and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
+    if accumulate is not None and not is_whole(accumulate, 1):
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
     if settings.reduce not in ("mean", "sum"):
         raise PrepareError(f"reduce={settings.reduce!r} must be 'mean' or 'sum', of gradients over ranks")
-    if not isinstance(settings.exact, bool):
-        raise PrepareError(f"exact={settings.exact!r} must be True, or False to allow lossy codes")
+    check_flag("exact", settings.exact)
     norm = settings.max_grad_norm
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
+    if norm is not None and not (is_number(norm) and norm > 0):
         raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out to train without clipping")
+    check_flag("Precision: scales_loss", settings.precision.scales_loss)
+    for dtype in (settings.precision.compute, settings.precision.reduce):
+        if dtype not in FLOATS:
+            raise PrepareError(f"Precision: {dtype!r} must be None or a floating-point dtype of 16 bits or more")
     check_model(model)
     settings = replace(settings, has_optimizer=optimizer is not None)
     if optimizer is not None:
@@ -52,7 +58,7 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         check_placement(settings, settings.placement)
     given = settings.placement or settings.plan
     if given is not None and "optimizer_states" in given.codec:
-        _check_coded_states(settings, model, optimizer)
+        _check_coded_states(settings, model, optimizer, given.codec["optimizer_states"])
     elif given is None and not settings.exact:
         settings = replace(settings, exact=not _can_code_states(settings, model, optimizer))
     if settings.servers is not None:
@@ -72,7 +78,7 @@ def target_device(model: nn.Module, device: torch.device | str) -> torch.device:
 def _check_servers(settings: Settings, *, has_optimizer: bool) -> None:
     """Refuse options that do not go with parameter servers."""
     servers = settings.servers
-    if isinstance(servers, bool) or not isinstance(servers, int) or servers < 1:
+    if not is_whole(servers, 1):
         raise PrepareError(f"servers={servers!r} must be a whole number of ranks; leave it out for no servers")
     given = {"stage": settings.stage, "plan": settings.plan, "mesh": settings.mesh}
     for name, value in given.items():
@@ -121,8 +127,6 @@ def check_placement(settings: Settings, placement: Placement) -> None:
             f"Placement(optimizer_states={placement.optimizer_states!r}) needs the optimizer, to know its states: "
             "pass it to prepare"
         )
-    if not isinstance(placement.keep_gradients, bool):
-        raise PrepareError(f"Placement(keep_gradients={placement.keep_gradients!r}) must be True or False")
     if placement.speculate and (settings.accumulate is None or settings.max_grad_norm is None):
         raise PrepareError(
             "Placement(speculate=True) updates before the norm is known, inside the last backward of a step: it needs "
@@ -172,9 +176,7 @@ def check_gradients(settings: Settings, optimizer: torch.optim.Optimizer | None)
 
 def _check_secondary(settings: Settings, placement: Placement) -> None:
     """Refuse secondary shards where no gather could stay inside a node because of them."""
-    given = f"Placement(secondary_shards={placement.secondary_shards!r})"
-    if not isinstance(placement.secondary_shards, bool):
-        raise PrepareError(f"{given} must be True, to keep a secondary shard of gathered parameters, or False")
+    given = "Placement(secondary_shards=True)"
     if not placement.secondary_shards:
         return
     if settings.servers is not None:
@@ -223,15 +225,17 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
 
 def _can_code_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
     try:
-        _check_coded_states(settings, model, optimizer)
+        _check_coded_states(settings, model, optimizer, "int8")
     except PrepareError:
         return False
     return settings.servers is None
 
 
-def _check_coded_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_coded_states(
+    settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None, codec: str
+) -> None:
     """Refuse optimizers and parameters whose states cannot be kept as codes."""
-    given = f"codec={{{Kind.OPTIMIZER_STATES.value!r}: 'int8'}}"
+    given = f"codec={{{Kind.OPTIMIZER_STATES.value!r}: {codec!r}}}"
     if optimizer is None:
         raise PrepareError(f"{given} needs the optimizer, whose states it codes: pass it to prepare")
     name = type(optimizer).__name__
@@ -314,19 +318,20 @@ def homes_of(plan: Plan, blueprints: Sequence[Blueprint]) -> dict[str, Homes]:
 
 
 def rules_for(settings: Settings, world: World, blueprints: Sequence[Blueprint]) -> Rules:
-    """Return what decides how much of a model this rank holds, and where."""
+    """Return the rules that say how much of a model this rank holds, and where."""
     stage, placement = settings.decided
     has_own_memory = world.device.type != "cpu"
     share = placement.cpu_share
     if Tier.DISK in placement.shares(Kind.PARAMETERS):
         share = 1.0  # new parameters go to the disk from the host
     if share is None:
+        coded_bytes = sum(moment.num_bytes(UNIT) / UNIT for moment in moments_of(placement).values())
         share = default_cpu_share(
             num_threads(world),
             has_link=has_own_memory,
             parameters_off=1.0 - placement.shares(Kind.PARAMETERS).get(Tier.DEVICE, 0.0),
             gradients_off=1.0 - placement.shares(Kind.GRADIENTS).get(Tier.DEVICE, 0.0),
-            codes_states="optimizer_states" in placement.codec,
+            state_bytes=LOW_BYTES + coded_bytes if coded_bytes else BYTES_STREAMED,
         )
     return Rules(
         rank=world.shard_rank,

@@ -1,15 +1,15 @@
-"""From a model and the options that the user left open to a plan.
+"""Make a plan for a model from the options that the user left open.
 
-`decide` is called by prepare, `plan_for` by `zerostd.plan`, `PlanSearch.revise` while training goes on. If everything
-fits on the device, nothing is measured. Otherwise the planner proposes placements, their bytes are counted by the code
-that will allocate them, and the shortest step that fits is taken. All ranks get the same plan.
+`decide` is called by prepare, `PlanSearch.plan` by `zerostd.plan`, `PlanSearch.revise` while training goes on. If
+everything fits on the device, nothing is measured. Otherwise the planner proposes placements, their bytes are counted
+by the code that will allocate them, and the shortest step that fits is taken. All ranks get the same plan.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,19 +17,20 @@ from zerostd.communication import Control, World
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
-from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import untried_profile
+from zerostd.monitoring.texts import percent_text
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.planner import Counted, fitting, neighbours, total
-from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from
+from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from, plan_of
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import FOR_ACTIVATIONS, FOR_PASSES, limits_for, stages_of, threads_of
+from zerostd.planning.request import shared, stages_of, threads_of
 from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
-from zerostd.policy import Budget, Homes, Kind, Placement, Stage, Tier, Way, shards
+from zerostd.policy import Homes, Kind, Placement, Stage, Tier, Way, shards
 from zerostd.preparing.accounting import predict
+from zerostd.preparing.budgets import FOR_ACTIVATIONS, FOR_PASSES, find_limits, least_limits
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
 from zerostd.preparing.remembering import recall
@@ -85,62 +86,20 @@ def _plan_together(settings: Settings, blueprints: Sequence[Blueprint], control:
     return plan
 
 
-def plan_for(
-    blueprints: Sequence[Blueprint],
-    settings: Settings,
-    world: World,
-    profile: ModelProfile | None,
-    machine: MachineProfile | None,
-) -> Plan:
-    """Return a plan for a world that need not exist here. Without a profile the batch is not known."""
-    search = PlanSearch(settings, blueprints, world)
-    left = search.left if profile is None else 0.0
-    if machine is not None:
-        return search.propose(find_limits(settings.budget, world, 0, machine.free, left=left), profile, machine)
-    limits = find_limits(settings.budget, world, _held(blueprints, world), left=left)
-    plan = search.all_on_device(limits) if profile is None else None
-    if plan is not None:
-        return plan
-    return search.propose(limits, profile, load_or_measure(world.device, disk_path=settings.budget.disk_path))
-
-
-def least_limits(control: Control, budget: Budget, held: int, *, left: float = FOR_ACTIVATIONS) -> dict[Tier, int]:
-    """Return what the rank with the least may use of each tier. All ranks call it together."""
-    by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, control.world, held, left=left))
-    return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
-
-
-def find_limits(
-    budget: Budget,
-    world: World,
-    held: int,
-    free: Mapping[str, int] | None = None,
-    *,
-    left: float = FOR_ACTIVATIONS,
-) -> dict[Tier, int]:
-    """Return the bytes that this rank may use of each tier: the budget's, or what is free less a margin. `held` bytes
-    of the device are the model's own already; `free` is given for another machine. `left` is the part that activations
-    get, without a budget."""
-    if free is None:
-        free = free_bytes(world.device, budget.disk_path)
-    return limits_for(
-        budget,
-        free,
-        world.local_size,
-        is_host=world.device.type == "cpu",
-        has_disk=budget.disk_path is not None or (budget.disk is not None and "disk" in free),
-        held=held,
-        for_activations=left,
-    )
-
-
 class PlanSearch:
     """Finds plans for one model in one world."""
 
-    def __init__(self, settings: Settings, blueprints: Sequence[Blueprint], world: World) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        blueprints: Sequence[Blueprint],
+        world: World,
+        ways: frozenset[str] = frozenset(WAYS),
+    ) -> None:
         self.settings = settings
         self.blueprints = blueprints
         self.world = world
+        self.ways = ways  # to handle activations, that may be chosen
 
     @property
     def updates(self) -> bool:
@@ -152,6 +111,17 @@ class PlanSearch:
         """Whether anything of the model may be trained."""
         return any(member.options is not None for group in self.blueprints for member in group.members)
 
+    def plan(self, profile: ModelProfile | None, machine: MachineProfile | None) -> Plan:
+        """Return a plan for a world that need not exist here. Without a profile the batch is not known."""
+        budget = self.settings.budget
+        left = self.left if profile is None else 0.0
+        if machine is not None:
+            limits = find_limits(budget, self.world, 0, machine.free, left=left)
+            return self.propose(limits, profile, shared(machine, self.world.local_size))
+        limits = find_limits(budget, self.world, _held(self.blueprints, self.world), left=left)
+        plan = self.all_on_device(limits) if profile is None else None
+        return plan or self.propose(limits, profile, load_or_measure(self.world.device, disk_path=budget.disk_path))
+
     @property
     def left(self) -> float:
         """The part of the device that is left to activations while the batch is not known."""
@@ -162,7 +132,8 @@ class PlanSearch:
         homes = {group.name: Homes() for group in self.blueprints}
         note = "Everything fits on the device, so nothing has to move."
         for stage in stages_of(self.settings.stage, self.world.num_shards):
-            counted = self._predict(replace(self.settings, stage=stage, placement=Placement()))
+            settings = replace(self.settings, stage=stage, placement=Placement())
+            counted = predict_bytes(settings, self.world, self.blueprints)
             if total(counted, Tier.DEVICE) <= limits[Tier.DEVICE]:
                 prediction = Prediction(bytes=counted)
                 return Plan(homes, stage, self.world.num_shards, predicted=prediction, limits=limits, notes=(note,))
@@ -174,15 +145,18 @@ class PlanSearch:
         if not self.updates:
             return self.stream(limits, profile, machine)
         stages = stages_of(self.settings.stage, self.world.num_shards)
-        requests = [self._request(limits, profile, machine, stage) for stage in stages]
+        result = self.search([self.request(limits, profile, machine, stage) for stage in stages])
+        return self.plan_from(result, [str(error) for _, error in result.refused])
+
+    def search(self, requests: Sequence[PlanRequest]) -> SearchResult:
+        """Return what fits of all requests. Raises PrepareError if nothing does."""
         find = search if self.settings.exact else search_coded
-        may_free = self.settings.accumulate == 1 and self.settings.servers is None
-        result = find(requests, self.count, may_speculate=self.may_speculate, may_free=may_free)
-        without = min(result.candidates, key=lambda counted: counted.seconds)
-        best = result.best
-        plan = plan_from(best, _notes(best.solution.request))
-        notes = [*(str(error) for _, error in result.refused), *if_most_are_clipped(plan, without.seconds)]
-        return replace(plan, notes=(*plan.notes, *notes))
+        return find(requests, self.count, may_speculate=self.may_speculate, may_free=self.settings.servers is None)
+
+    def plan_from(self, result: SearchResult, notes: Sequence[str]) -> Plan:
+        """Return the shortest step of a search as a plan."""
+        plan = plan_from(result.best, [*self._notes(result.best.solution.request), *notes])
+        return replace(plan, notes=(*plan.notes, *if_most_are_clipped(plan, result.shortest.seconds)))
 
     def stream(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile | None) -> Plan:
         """Return the plan of a model that is not updated: what fits stays on the device, the rest is streamed."""
@@ -230,16 +204,11 @@ class PlanSearch:
         plan = self.settings.plan
         assert plan is not None
         request = replace(
-            self._request(limits, None, machine, self.settings.decided[0]),
-            rests=self._rests(plan),
+            self.request(limits, None, machine, self.settings.decided[0]),
             can_place=frozenset({Kind.OPTIMIZER_STATES}),
         )
         best = fitting(request, self.count)[0]
         return replace(plan, homes=best.solution.homes, predicted=Prediction(bytes=best.held))
-
-    def _rests(self, plan: Plan) -> dict[str, Tier]:
-        """Return where the parameters of each group are."""
-        return {name: home.parameters for name, home in homes_of(plan, self.blueprints).items()}
 
     def fits(self, plan: Plan, limits: Mapping[Tier, int]) -> bool:
         """Return whether the model state of a plan fits into the limits, in this world."""
@@ -253,11 +222,7 @@ class PlanSearch:
 
     def account(self, plan: Plan) -> dict[Tier, dict[Kind, int]]:
         """Return the bytes of a plan without activations, by the code that allocates them."""
-        return self._predict(self.settings.obeying(plan, sizes_of(self.blueprints)))
-
-    def _predict(self, settings: Settings) -> dict[Tier, dict[Kind, int]]:
-        rules = rules_for(settings, self.world, self.blueprints)
-        return predict(plan_flats(self.blueprints, rules), rules)
+        return predict_bytes(self.settings.obeying(plan, sizes_of(self.blueprints)), self.world, self.blueprints)
 
     def revise(
         self, limits: Mapping[Tier, int], machine: MachineProfile, seen: ObservedStep, *, speculates: bool
@@ -268,9 +233,8 @@ class PlanSearch:
         assert plan is not None
         homes = homes_of(plan, self.blueprints)
         request = replace(
-            self._request(limits, seen.profile, machine, self.settings.decided[0]),
+            self.request(limits, seen.profile, machine, self.settings.decided[0]),
             accumulate=self.settings.accumulate or seen.num_passes,
-            rests=self._rests(plan),
             speculates=plan.speculate,
         )
         open_ways = request.activations
@@ -310,65 +274,74 @@ class PlanSearch:
         knows_norm = settings.accumulate is not None and settings.max_grad_norm is not None
         return knows_norm and not settings.precision.scales_loss
 
-    def _request(
+    def request(
         self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile, stage: Stage
     ) -> PlanRequest:
         settings = self.settings
+        plan = settings.plan
+        rests = None  # of a model that trains already, parameters stay where they are
+        if plan is not None:
+            rests = {name: home.parameters for name, home in homes_of(plan, self.blueprints).items()}
         profile = profile or untried_profile(self.blueprints, settings.precision, settings.states)
         if Kind.OPTIMIZER_STATES.value in self._codec:
             profile = profile.with_codes()
-        placed = {Kind.PARAMETERS}
-        if self.settings.has_optimizer:
-            placed |= {Kind.GRADIENTS, Kind.OPTIMIZER_STATES}
         return PlanRequest(
             model=profile,
             machine=machine,
             limits=limits,
             stage=stage,
             world_size=self.world.num_shards,
+            num_replicas=self.world.num_replicas,
             accumulate=settings.accumulate or 1,
             waits_for_norm=settings.max_grad_norm is not None
             or settings.accumulate is None
             or settings.precision.scales_loss,
             num_threads=threads_of(machine, self.world.local_size),
-            can_place=frozenset(placed),
-            activations=frozenset() if profile.recomputed else frozenset(WAYS),  # a model that recomputes is left alone
-            keeps_gradients=settings.plan is None or settings.plan.keep_gradients,
+            activations=frozenset() if profile.recomputed else self.ways,  # a model that recomputes is left alone
+            keeps_gradients=plan is None or plan.keep_gradients,
+            rests=rests,
         )
+
+    def _notes(self, request: PlanRequest) -> Iterator[str]:
+        if not request.model.knows_time:
+            yield "The batch is not known, so the plan leaves out the time to compute and activations."
+            if self.settings.budget.device is None:
+                yield f"{percent_text(FOR_ACTIVATIONS)} of the device is left for activations."
+        if request.num_replicas > self.world.num_replicas:
+            shape = (request.num_replicas, request.world_size)
+            yield (
+                f"Every {request.world_size} neighbours share one replica of the model state, as the wire between them "
+                f"is faster: prepare(mesh=init_device_mesh({request.machine.device!r}, {shape}))."
+            )
+        if Tier.DISK not in request.limits and request.machine.measured:
+            yield "The disk is not used: name a directory with Budget(disk_path=...) to use it."
+        elif Tier.DISK not in request.limits:
+            yield "The disk is not used: no directory was given, or the machine profile has no disk."
+        if request.world_size > 1 and request.model.knows_time and not request.machine.wires:
+            yield "The machine profile has no wires, so the plan leaves out the time of collectives."
+        if request.waits_for_norm and request.accumulate == 1 and not request.speculates:
+            yield (
+                "Updates wait for the end of backward, because gradients are clipped or scaled, or accumulate= was not "
+                "passed to prepare."
+            )
 
     def count(self, solution: Solution) -> dict[Tier, dict[Kind, int]]:
         """Return the bytes of a solution by the code that allocates them, with the activations that it assumes."""
         request = solution.request
-        homes = solution.homes
-        given = {group.name: homes.get(group.name, Homes()) for group in self.blueprints}
-        codec = self._codec or request.codec
-        plan = Plan(
-            given,
-            request.stage,
-            request.world_size,
-            speculate=request.speculates,
-            keep_gradients=request.keeps_gradients,
-            codec=codec,
-        )
-        counted = self.account(plan)
+        plan = replace(plan_of(solution), codec=self._codec or request.codec)
+        settings = replace(self.settings, accumulate=self.settings.accumulate and request.accumulate)
+        world = replace(self.world, num_replicas=request.num_replicas)
+        counted = predict_bytes(settings.obeying(plan, sizes_of(self.blueprints)), world, self.blueprints)
         for tier, kinds in model_state(solution).items():
             if activations := kinds.get(Kind.ACTIVATIONS, 0):
                 counted.setdefault(tier, {})[Kind.ACTIVATIONS] = activations
         return counted
 
 
-def _notes(request: PlanRequest) -> list[str]:
-    notes = []
-    if not request.model.knows_time:
-        notes.append("The batch is not known, so the plan leaves out the time to compute and activations.")
-    if Tier.DISK not in request.limits:
-        notes.append("The disk is not used: name a directory with Budget(disk_path=...) to use it.")
-    if request.waits_for_norm and request.accumulate == 1 and not request.speculates:
-        notes.append(
-            "Updates wait for the end of backward, because gradients are clipped or scaled, or accumulate= was not "
-            "passed to prepare."
-        )
-    return notes
+def predict_bytes(settings: Settings, world: World, blueprints: Sequence[Blueprint]) -> dict[Tier, dict[Kind, int]]:
+    """Return all bytes but activations, once stage and placement are decided."""
+    rules = rules_for(settings, world, blueprints)
+    return predict(plan_flats(blueprints, rules), rules)
 
 
 def least_way(world: World) -> Way:

@@ -1,4 +1,4 @@
-"""Another plan while training goes on.
+"""Changes of the plan during training.
 
 adapting.py  decides when to look for another plan    watching.py  what steps show
 trials.py    candidates on real steps                 meter.py     bytes of the device that are allocated

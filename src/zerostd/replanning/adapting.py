@@ -23,9 +23,9 @@ from zerostd.engine.runtime import Runtime
 from zerostd.monitoring.texts import size_text
 from zerostd.parameters.observing import StepObserver
 from zerostd.planning import Plan
-from zerostd.planning.request import MARGIN
 from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Tier, Way
+from zerostd.preparing.budgets import MARGIN
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.preparing.remembering import recall, remember
 from zerostd.replanning.meter import DeviceMeter

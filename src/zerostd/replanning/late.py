@@ -1,4 +1,4 @@
-"""An optimizer that is made after prepare: its states are placed before its first step makes them.
+"""An optimizer that is made after prepare: its states are placed before its first step creates them.
 
 `attach_late` is called when that step begins. Gradients exist at that time, so only states are placed; the next forward
 places everything by the memory of the first pass.
@@ -18,8 +18,9 @@ from zerostd.optimizers.elementwise import find_states
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.planning import Plan
 from zerostd.policy import Tier
+from zerostd.preparing.budgets import least_limits
 from zerostd.preparing.building import add_masters, attach_optimizer
-from zerostd.preparing.proposing import PlanSearch, least_limits
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.adapting import adapt
 from zerostd.replanning.moving import move
 

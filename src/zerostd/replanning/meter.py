@@ -1,4 +1,4 @@
-"""The bytes of a device that are allocated, and those there are.
+"""The meter: how many bytes of the device are allocated, and how many there are.
 
 An accelerator has torch's statistics. A CPU has no allocator to ask: there the ledger knows model state, and
 activations are those that were counted.
@@ -16,8 +16,8 @@ from zerostd.measuring.identity import free_bytes
 from zerostd.monitoring.texts import size_text
 from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.demands import NUM_BUFFERS
-from zerostd.planning.request import MARGIN
 from zerostd.policy import Tier, Way, parse_bytes
+from zerostd.preparing.budgets import MARGIN
 
 
 class DeviceMeter:

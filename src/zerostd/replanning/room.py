@@ -17,7 +17,7 @@ from zerostd.policy import Tier
 from zerostd.preparing.options import ways_for
 from zerostd.preparing.proposing import PlanSearch, least_way
 from zerostd.replanning.meter import DeviceMeter
-from zerostd.replanning.watching import counted_profile, scaled_profile
+from zerostd.replanning.watching import counted_profile
 
 GREATER = 1.02  # times the bytes of input before: worth looking whether they fit
 
@@ -68,7 +68,7 @@ class PassRoom:
         is_held = self.holds(plan, times)
         assert self.profile is not None
         self._before = (before, self.profile)
-        self.profile = scaled_profile(self.profile, times)
+        self.profile = self.profile.scaled(times)
         if is_held:
             return True
         self.why_grown = f"a batch is {rate_text(times)} times as large as any before"

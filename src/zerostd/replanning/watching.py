@@ -189,8 +189,7 @@ class ClipCounter:
 
 
 def counted_profile(runtime: Runtime) -> ModelProfile | None:
-    """Return the model with the activations that the last counted pass left in each group; None: nothing was
-    counted."""
+    """Return the model with the activations of each group in the last counted pass; None: nothing was counted."""
     counted = runtime.backward.activations.counter.groups
     if not counted:
         return None
@@ -204,12 +203,3 @@ def counted_profile(runtime: Runtime) -> ModelProfile | None:
             group = replace(group, kept_bytes=float(size.kept), boundary_bytes=float(boundary))
         groups.append(replace(group, stays=group.name == ROOT or size is None))
     return replace(profile, groups=tuple(groups), samples=1)
-
-
-def scaled_profile(profile: ModelProfile, times: float) -> ModelProfile:
-    """Return a model whose activations are `times` as large."""
-    groups = (
-        replace(group, kept_bytes=times * group.kept_bytes, boundary_bytes=times * group.boundary_bytes)
-        for group in profile.groups
-    )
-    return replace(profile, groups=tuple(groups))

@@ -1,4 +1,4 @@
-"""Numbers of a run as plain data: speed, losses, quality, what was busy, what the loop waited for, memory, leaks.
+"""Numbers of a run as plain data: speed, losses, quality, busy times, waits, memory, leaks.
 
 `report` calls each function here with a `Run`. A step takes as long as its slowest rank; its samples and tokens are
 those of all ranks, its loss is their mean. If there are too many points for a page, the outstanding ones are kept.

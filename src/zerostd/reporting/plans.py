@@ -1,4 +1,4 @@
-"""Plans against what was measured: the steps that each was in force for, its errors in percent, its words, its prices.
+"""Plans compared with measurements: the steps in which each was used, its errors in percent, its words, its prices.
 
 An error is how far the plan was off: +8 % is 8 % more than was measured.
 """

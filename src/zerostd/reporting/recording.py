@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
-from zerostd.errors import MisuseError, StorageError
+from zerostd.errors import MisuseError, StorageError, is_whole
 from zerostd.measuring.identity import machine_name, versions
 from zerostd.monitoring.decoding import path_of
 from zerostd.monitoring.events import HOST, Span, Timestamp
@@ -51,7 +51,7 @@ def record(model: nn.Module, path: str | os.PathLike[str], *, every: int = EVERY
         every: Record the events of one step in this many, and of the third step.
     """
     runtime = runtime_of(model, "record")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_whole(every, 1):
         raise MisuseError(f"every={every!r} must be a whole number of steps, 1 or more")
     if any(isinstance(observer, Recording) for observer in runtime.observers):
         raise MisuseError("this model is already being recorded: close that recording first")
@@ -71,6 +71,10 @@ class PendingNumber:
         self._value = value
         self._arrived: Timestamp | None = None
         if not isinstance(value, torch.Tensor):
+            try:
+                self._value = float(value)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise MisuseError(f"{value!r} cannot be recorded: log numbers, or tensors of one element") from error
             return
         if value.numel() != 1:
             raise MisuseError(f"a number to record has shape {tuple(value.shape)}: log one value per step")

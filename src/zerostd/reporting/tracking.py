@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from torch import nn
 
 from zerostd.engine.runtime import Runtime, runtime_of
+from zerostd.errors import MisuseError, check_batches, is_whole
 from zerostd.monitoring.progress import ProgressBar
 from zerostd.monitoring.texts import percent_text, rate_text, seconds_text, size_text, value_text
 from zerostd.reporting.recording import EVERY, PendingNumber, Recording, record
@@ -56,7 +57,11 @@ def track(
         total: Number of batches, if the loader has no length.
         every: As for `zerostd.record`.
     """
-    return Tracker(loader, runtime_of(model, "track"), record(model, run_dir, every=every) if run_dir else None, total)
+    runtime = runtime_of(model, "track")
+    check_batches(loader, "zerostd.track")
+    if total is not None and not is_whole(total):
+        raise MisuseError(f"total={total!r} must be a whole number of batches, 0 or more")
+    return Tracker(loader, runtime, None if run_dir is None else record(model, run_dir, every=every), total)
 
 
 class Tracker(Generic[Batch]):

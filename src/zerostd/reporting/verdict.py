@@ -19,8 +19,9 @@ BOUND_BY = {
 }
 TRY = {  # by what the loop waits for
     "updates": "Try more tokens per step, accumulate=, or a share of the states on the device.",
-    "parameters": "Try parameters on the device, or larger groups.",
-    "gradients": "Try gradients on the device.",
+    "parameters": "Try larger groups, or more tokens per step.",
+    "parameters off the device": "Try parameters on the device, or larger groups.",
+    "gradients off the device": "Try gradients on the device.",
 }
 WORTH_SAYING = 0.05  # of a step
 
@@ -40,11 +41,11 @@ def _bound(run: dict[str, Any]) -> Iterator[str]:
         return
     first = max(busy, key=lambda name: busy[name])
     yield f"Bound by {BOUND_BY.get(first, first)}, busy {percent_text(min(1.0, busy[first]))} of a step."
-    waited = sum(waits.values())
     cause = max(waits, key=lambda name: waits[name], default="")
-    if waited >= WORTH_SAYING:
-        share = percent_text(min(1.0, waited))
-        yield f"The loop waits {share} of a step, mostly for {cause}. {TRY.get(cause, '')}".rstrip()
+    if (waited := sum(waits.values())) >= WORTH_SAYING:
+        is_off = any(peak["tier"] != "device" and peak["kinds"].get(cause) for peak in run["memory"]["peaks"])
+        advice = TRY.get(f"{cause} off the device" if is_off else cause, "")
+        yield f"The loop waits {percent_text(min(1.0, waited))} of a step, mostly for {cause}. {advice}".rstrip()
     elif first == "device":
         yield "The loop hardly waits for transfers or updates."
 

@@ -2,7 +2,7 @@
 
 A parameter that shows its values needs no access. One that does not show them asks here (parameters/prepared.py):
 
-    its group rests on the device      wait until the new values are there; it shows them from then on
+    its group is on the device         wait until the new values are there; it shows them from then on
     a forward is running               gather its group, and from then on whenever the reader is
     else                               a copy of its group's values, kept until another group is touched
 
@@ -186,7 +186,7 @@ class ParameterAccess:
             self._read_only = outer
 
     def _hold(self, groups: Sequence[Group], *, write: bool) -> None:
-        """Gather groups that rest on the device, and copy the others."""
+        """Gather groups that are kept on the device, and copy the others."""
         for group in (group for group in groups if not group.gives_back):
             self.gatherer.gather(group)
             group.keep_edits()  # from before the context

@@ -1,4 +1,4 @@
-"""Activations: what autograd saves in a group's forward is kept elsewhere until the group's backward.
+"""Activations: tensors that a group's forward saves are kept elsewhere until its backward.
 
 While a group runs whose activations leave the device, saved tensors go through a pack hook of autograd. Parameters and
 buffers are not activations, and small tensors are not worth moving: both stay. A recomputed group keeps only its inputs

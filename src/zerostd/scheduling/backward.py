@@ -1,4 +1,4 @@
-"""One backward pass from its first sign to its end.
+"""One backward pass, from its first hook to its end.
 
 Gradients come in by their parameters' hooks. When the last gradient of a group is there, the group is released and
 reduced, in one order that all ranks share. So ranks that use different parameters still meet in every collective. A
@@ -43,6 +43,8 @@ class GroupUpdates(Protocol):
 
     def start(self, group: Group) -> None: ...
 
+    def abandon(self) -> None: ...  # the pass has failed
+
 
 class BackwardPass:
     """Tracks the progress of the running pass, group by group."""
@@ -52,7 +54,7 @@ class BackwardPass:
         self.late: dict[Group, GroupGradients] = {}  # came by a nested backward after their group was sent
         self.completed: list[Group] = []  # as their last gradient came in
         self.passed: set[Group] = set()  # backward needs their parameters no more
-        self.landed: set[Group] = set()  # their gradients are where they rest
+        self.landed: set[Group] = set()  # their gradients are in their home
         self.reported: set[Group] = set()  # as ready for their update
         self.keeps_graph = torch.is_grad_enabled()  # create_graph=True: this pass will have a backward of its own
         self._to_send = list(self.gradients.values())[::-1]
@@ -96,7 +98,7 @@ class PassCounter:
         return self.num_steps > 0 and self.num_before == self.accumulate
 
     def check(self, *, updates_began: bool) -> None:
-        """Refuse a pass that a running update would miss."""
+        """Refuse a pass whose gradients a running update would miss."""
         if updates_began:
             raise MisuseError(
                 f"backward pass {self.num_done + 1} since the last step, but prepare(accumulate={self.accumulate}) "
@@ -187,6 +189,8 @@ class Backward:
             self.gatherer.wires.in_backward = False
             self._pass = None
             self.gatherer.turn.end_pass()
+            if self.group_updates is not None:
+                self.group_updates.abandon()
             self.gatherer.timer.mark(LoopPhase.OUTSIDE)
 
     def arrived(self, trained: TrainedParameter, parameter: nn.Parameter) -> None:

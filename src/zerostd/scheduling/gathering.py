@@ -1,4 +1,4 @@
-"""When groups are gathered and released: before use, after use, and the next ones ahead of time.
+"""Gathering: groups are gathered before use, released after it, and the next ones are gathered ahead of time.
 
 Hooks say which group is needed in which pass; the group does the work. The order of groups is only a prediction
 (order.py): an unexpected group is gathered when it is needed, one expected wrongly is released at the end of the pass.

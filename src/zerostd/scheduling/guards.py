@@ -39,7 +39,7 @@ class Guards:
         self._frozen = [(m.name, m.parameter) for m in members if not m.parameter.requires_grad]
         self._hooks: list[RemovableHandle] = []
         self._loading: dict[Group, None] = {}  # stay gathered while their values are loaded,
-        self._loaded: dict[Group, None] = {}  # and rest on the device, so that they wait for the end
+        self._loaded: dict[Group, None] = {}  # and are on the device, so that they wait for the end
         self._values: dict[Flat, dict[int, torch.Tensor]] = {}  # that are loaded, before rounding, by index
         self._depth = 0
 

@@ -1,4 +1,4 @@
-"""Which activations are on the device: when they leave it after forward, and when they come back for backward.
+"""Offloading: when activations leave the device after forward, and when they return for backward.
 
 In forward the device holds the activations of two groups: those that are leaving, and those of the last group that ran.
 In backward it holds two again: those in use, and those that will be used next. Groups whose activations stay make room

@@ -1,4 +1,4 @@
-"""The order in which passes need groups, learnt by watching: for each group and phase, which one came next last time.
+"""Order: learns the order in which passes need groups, for each group and phase the one that came next last time.
 
 It is only a prediction. `Gatherer` tells it which groups are needed, and asks it which ones to gather ahead.
 """

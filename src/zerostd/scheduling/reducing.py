@@ -1,4 +1,4 @@
-"""Reduce a group's gradients and land them where they rest.
+"""Reduce a group's gradients, and store them in their home.
 
 The input is the gradients of one backward pass for a group; the output, on every rank, is the mean of its region.
 Groups that shard gradients pass through one of two staging buffers as large as the two largest of them, so the memory

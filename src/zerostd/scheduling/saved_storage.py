@@ -1,4 +1,4 @@
-"""What autograd saved for backward, as storages: bytes of the device that may leave it and come back.
+"""Saved storages: memory that autograd saved for backward, which may leave the device and return.
 
 A `SavedStorage` is one storage, whatever tensors lie in it, so it travels once. `GroupActivations` are those that one
 forward of a group has left: they leave together and come back together. offloading.py decides when; `ActivationCopies`

@@ -21,7 +21,7 @@ from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.communication.link import Message, ServerLink
 from zerostd.compat import no_torch_function
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import MisuseError, ZerostdError
+from zerostd.errors import CheckpointError, MisuseError, ZerostdError, check_flag
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.spans import snapshot
 from zerostd.parameters.observing import StepObserver
@@ -92,6 +92,8 @@ def save_model(
 ) -> Saving | Done:
     """Save; on a worker the servers write, with the buffers of the first worker and the random states of all, and it
     waits for them."""
+    check_flag("wait", wait, CheckpointError)
+    check_flag("frozen", frozen, CheckpointError)
     if not runtime.world.is_worker:
         return save_checkpoint(runtime, optimizer, path, extra, keep, frozen=frozen, wait=wait)
     random_states = {"torch": torch.get_rng_state(), **other_states()}

@@ -21,7 +21,6 @@ BYTES_STREAMED = 12  # per element, each way
 NS_STREAMED = 0.29  # per element: 24 bytes over the link, both ways at once, while the CPU updates too
 NS_CPU_THREAD = 3.3  # per element and thread, until memory is the limit
 NS_CPU_BEST = 0.23
-CODED_PART = 0.34  # of those bytes where moments are coded: 4.125
 
 
 @dataclass(frozen=True)
@@ -123,15 +122,15 @@ def default_cpu_share(
     has_link: bool,
     parameters_off: float = 0.0,
     gradients_off: float = 0.0,
-    codes_states: bool = False,
+    state_bytes: float = BYTES_STREAMED,
 ) -> float:
-    """Return the CPU's share of the states off the device, so that it ends together with the link. The link also
-    carries the shares of parameters (up for forward and for backward) and of gradients that are kept off the device.
-    Without a link (the device is the CPU) the CPU takes all."""
+    """Return the CPU's share of the states off the device, so that it ends together with the link. Each way, the link
+    carries `state_bytes` of an element; and the shares of parameters (up for forward and for backward) and of gradients
+    that are kept off the device. Without a link (the device is the CPU) the CPU takes all."""
     if not has_link:
         return 1.0
     ns_byte = NS_STREAMED / BYTES_STREAMED
-    ns_streamed = NS_STREAMED * (CODED_PART if codes_states else 1.0) + 2 * gradients_off * ns_byte
+    ns_streamed = (state_bytes + 2 * gradients_off) * ns_byte
     ns_cpu = max(NS_CPU_BEST, NS_CPU_THREAD / num_threads)
     return round(min(1.0, (ns_streamed + 4 * parameters_off * ns_byte) / (ns_streamed + ns_cpu)), 2)
 

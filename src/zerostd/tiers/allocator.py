@@ -146,7 +146,7 @@ class TierAllocator:
             )
 
     def reserve(self, owner: str, tier: Tier, kind: Kind, num_bytes: int, *, item_bytes: int = 0) -> None:
-        """Allocate the arena that an owner's tensors of one kind will be cut from; the device needs none. With
+        """Allocate the arena from which an owner's tensors of one kind are cut; the device needs no arena. With
         `item_bytes` an arena on disk packs its numbers, which have this size."""
         if num_bytes > 0 and tier is not Tier.DEVICE:
             arena = self.allocate_bytes(tier, kind, num_bytes, owner, item_bytes=item_bytes)

@@ -26,11 +26,7 @@ class Aside:
         self._streams = streams
         self._memory = torch.empty(0, dtype=torch.uint8)  # of the host; kept when everything is back
         self._out: list[tuple[Kind, torch.UntypedStorage, torch.Tensor, int]] = []  # with its place and its bytes
-
-    @property
-    def is_out(self) -> bool:
-        """Whether anything is set aside."""
-        return bool(self._out)
+        self.is_out = False  # set aside, even if there was nothing on the device
 
     def put(self, kept: Sequence[tuple[Kind, torch.Tensor]], scratch: Sequence[torch.Tensor]) -> None:
         """Copy the memory of `kept` to the host, and give it and that of `scratch` back. Nothing may use them. Raises
@@ -61,6 +57,7 @@ class Aside:
             if size := tensor.untyped_storage().nbytes():
                 out.append((Kind.BUFFERS, tensor.untyped_storage(), self._memory[:0], size))
         self._out = out
+        self.is_out = True
         ledger = self._allocator.ledger
         for kind, storage, place, size in out:
             storage.resize_(0)
@@ -91,6 +88,7 @@ class Aside:
             ledger.leave(kind, place.nbytes, Tier.HOST)
             ledger.enter(Kind.BUFFERS, place.nbytes, Tier.HOST)
         self._out = []
+        self.is_out = False
 
     def _reserve(self, num_bytes: int) -> None:
         """Make the host memory at least this large."""

@@ -1,10 +1,10 @@
 """Debug modes, from the environment variable ZEROSTD_DEBUG: words separated by commas.
 
-poison fill memory that is given back or will be used again with NaN, so that a late read shows in the loss serial wait
-for every update before step() returns, and begin none inside backward nan log every gradient with a value that is not
-finite as it arrives: the parameter, the rank and the step checksums check masters and states in host memory before each
-update: nothing else may have changed their bytes late delay some pieces of work in threads by up to 0.1 s, at random,
-to find code that does not wait for them
+- poison: fill memory with NaN when it is freed or reused, so that a late read shows in the loss.
+- serial: wait for every update before step() returns, and begin none inside backward.
+- nan: log every gradient with a value that is not finite as it arrives: the parameter, the rank and the step.
+- checksums: check masters and states in host memory before each update.
+- late: delay a part of the background work by up to 0.1 s, at random, to find code that does not wait for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from zerostd.kernels import crc32
 VARIABLE = "ZEROSTD_DEBUG"
 WORDS = ("poison", "serial", "nan", "checksums", "late")
 MOST_LATE_S = 0.1
-LATE_PART = 0.25  # of all pieces: where every piece is late, few overtake others
-_CHANCE = random.Random()  # of its own: what users draw stays the same
+LATE_PART = 0.25  # of the background work: if all of it is late, little overtakes other work
+_CHANCE = random.Random()  # a separate generator: the user's random numbers do not change
 log = logging.getLogger("zerostd")
 
 

@@ -1,8 +1,8 @@
-"""Disk: bytes in extents of scratch files, read and written by threads of their own.
+"""Disk: bytes in extents of scratch files, which its own threads read and write.
 
-In come host tensors that start on a page, out come transfers. Offsets, addresses and lengths are whole pages, as
-O_DIRECT wants them: the end of a request that does not fill one goes through a page of the thread's own, and what
-follows in that page of the file stays as it is. Used through `TierTensor`, and by `measuring` to learn rates.
+`read` and `write` take a host tensor that starts on a page, and return a transfer. O_DIRECT needs offsets, addresses
+and lengths in whole pages. If a request ends inside a page, a thread copies that end through a page of its own, and the
+rest of the page in the file does not change. `TierTensor` uses a Disk; `measuring` uses one to measure rates.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Blocks = queue.PriorityQueue[tuple[float, int, Block | None]]  # priority and nu
 class Disk:
     """Allocates extents under `path` and moves bytes between them and host memory, asynchronously.
 
-    Transfers are in no order among each other, but for their priority (`pacing.at`): wait for a write before reading,
-    or writing, the same bytes. Any thread may read and write; allocate and free on one. `limit` is the most bytes that
-    all extents together may take. Extents whose file can no longer be written move to `fallback`.
+    Transfers run in any order, except for their priority (`pacing.at`): wait for a write before you read or write the
+    same bytes. Any thread may read and write; only one may allocate and free. `limit` is the largest number of bytes of
+    all extents together. Extents whose file can no longer be written move to `fallback`.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class Disk:
             )
 
     def allocate(self, num_bytes: int, kind: Kind, owner: str = "", *, item_bytes: int = 0) -> Extent:
-        """Return an extent of `num_bytes` zeros whose space is reserved; raise PrepareError if there is none. Errors
-        name its `owner`. With `item_bytes` it packs the numbers that are written to it, which have this size."""
+        """Return an extent of zeros with reserved space, or raise PrepareError; it packs numbers of `item_bytes`."""
         self._check_open()
         if num_bytes < 0:
             raise StorageError(f"cannot allocate {num_bytes} bytes on disk; ask for 0 or more")
@@ -111,8 +110,7 @@ class Disk:
         return extent
 
     def join(self, extent: Extent) -> None:
-        """Hold an extent that another Disk of the same directory allocated, or this one for another owner, until
-        `free`."""
+        """Hold an extent of another Disk of the same directory, or of another owner, until `free`."""
         self._check_open()
         extent.holders.join(self._ledger)
         self._extents.add(extent)
@@ -124,24 +122,24 @@ class Disk:
 
     @staticmethod
     def packer_bytes(num_requests: int = NUM_REQUESTS) -> int:
-        """Return the bytes of host memory in which threads pack and unpack."""
+        """Return the bytes of host memory that threads use to pack and unpack."""
         return (num_requests + NUM_SPARE) * Packer.NUM_BYTES
 
     def _take_packers(self) -> None:
-        """Enter that memory, once."""
+        """Count that memory in the ledger, once."""
         if not self._packers_held:
             self._packers_held = self.packer_bytes(self._num_requests)
             self._ledger.enter(Kind.BUFFERS, self._packers_held, Tier.HOST)
 
     def _file(self) -> ScratchFile:
-        """Return a new file while there are few, and then the one with the fewest bytes."""
+        """Return a new file, or the one with the fewest bytes if there are enough files."""
         if len(self._files) < MOST_FILES:
             self._files.append(ScratchFile(self.path, is_direct=self.is_direct))
             return self._files[-1]
         return min(self._files, key=lambda file: file.num_taken)
 
     def read(self, extent: Extent, offset: int, target: torch.Tensor) -> Transfer:
-        """Start filling `target` from `offset` of `extent` on."""
+        """Start reading from `offset` of `extent` into `target`."""
         return self._start(extent, offset, target, is_write=False)
 
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Transfer:
@@ -151,10 +149,10 @@ class Disk:
         return self._start(extent, offset, source, is_write=True)
 
     def free(self, extent: Extent) -> None:
-        """Give the space back, after the transfers that are under way in it."""
+        """Free the space of an extent, after its pending transfers."""
         self._check_extent(extent)
         for transfer in extent.transfers:
-            with contextlib.suppress(StorageError):  # raised to whoever waits for it
+            with contextlib.suppress(StorageError):  # the caller that waits for it gets it too
                 transfer.wait()
         extent.free(self._ledger)
         if not extent.holders.has(self._ledger):
@@ -165,7 +163,7 @@ class Disk:
             file.close()
 
     def close(self) -> None:
-        """Wait for pending transfers, give all space back and end the threads. Closing twice is free."""
+        """Wait for pending transfers, free all space and end the threads. A second call has no effect."""
         if self._finalizer.alive:
             for extent in list(self._extents):
                 while extent in self._extents:
@@ -220,7 +218,7 @@ class Disk:
 
 
 def _serve(blocks: Blocks, pace: LinkPace, turns: threading.Semaphore) -> None:
-    """Move blocks until None comes. A thread does not keep its Disk alive."""
+    """Read and write blocks until the queue returns None. A thread does not keep its Disk alive."""
     scratch = Scratch(turns)
     while True:
         scratch.take_turn()
@@ -241,7 +239,7 @@ def _serve(blocks: Blocks, pace: LinkPace, turns: threading.Semaphore) -> None:
 
 def _shut(process: int, threads: list[threading.Thread], blocks: Blocks, files: list[ScratchFile]) -> None:
     """End the threads and close the files; a forked child only closes its copies of the files."""
-    if threading.current_thread() in threads:  # the garbage collector may run anywhere; no thread can wait for itself
+    if threading.current_thread() in threads:  # called by the garbage collector; a thread cannot wait for itself
         threading.Thread(target=_shut, args=(process, threads, blocks, files)).start()
         return
     if process == os.getpid():
@@ -255,7 +253,7 @@ def _shut(process: int, threads: list[threading.Thread], blocks: Blocks, files: 
 
 
 def _carry_out(block: Block, scratch: Scratch) -> BaseException | None:
-    """Move a block; return what went wrong, without its traceback, which would keep the memory alive."""
+    """Read or write a block; return an error without its traceback, which would keep the memory alive."""
     extent, offset, memory, is_write, _ = block
     try:
         (extent.write if is_write else extent.read)(offset, memory, scratch)

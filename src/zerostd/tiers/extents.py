@@ -1,16 +1,16 @@
-"""Extents: space in scratch files, moved in whole pages, each of which has a checksum in host memory.
+"""Extents: space in scratch files, read and written in whole pages, each with a checksum in host memory.
 
-A page's checksum is kept when the page is written and compared when it is read, so bytes that changed on the drive are
-an error and never a wrong number. O_DIRECT, where the file system takes it, keeps the page cache from using up the host
-memory that the disk is there to save.
+A write keeps the checksum of each page, and a read compares it. So bytes that changed on the drive raise an error, and
+never become wrong numbers. O_DIRECT, if the file system supports it, bypasses the page cache, which would otherwise use
+the host memory that the disk saves.
 
-[Note: fail-over] When a write fails for good, the extent moves to host memory: what can be read of it is copied, its
-space is given up, and the extent goes on from memory. Pages that could not be read, or were half written, do
-not have their checksum: reading them raises, unless they are written first.
+[Note: fail-over] When a write still fails after all retries, the extent moves to host memory: its readable pages are
+copied, its space on the drive is freed, and later reads and writes use the memory. Pages that could not be read, or
+were half written, do not match their checksum: a read of them raises an error, unless they are written first.
 
-[Note: turns at the drive] The drive always has as many requests as it works best with. A thread gives its turn away
-before it sums or unpacks a block, and a Disk has more threads than turns. What a block moves after that goes without a
-turn: a thread that waited for one here could wait for a thread that waits for it in a fail-over.
+[Note: turns at the drive] A semaphore limits the requests at the drive to the number that is fastest. A thread gives
+its turn away before it computes checksums or unpacks, and a Disk has more threads than turns. Later transfers of the
+same block need no turn: a thread that waited for one could wait for a thread that waits for it in a fail-over.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerostd.tiers.packing import Packer
 from zerostd.tiers.scratch_files import ScratchFile, reason
 from zerostd.tiers.worker import Work
 
-BLOCK_BYTES = 8 * 2**20  # what one thread moves at a time
+BLOCK_BYTES = 8 * 2**20  # of one transfer by one thread
 REMEDY = "load the last checkpoint into a new model"
 
 Move = Callable[[int, Sequence[Any], int], int]  # os.preadv or os.pwritev
@@ -49,25 +49,25 @@ class Scratch:
     """Memory of one thread that moves blocks, and its turn at the drive. [Note: turns at the drive]"""
 
     def __init__(self, turns: threading.Semaphore) -> None:
-        self.page = aligned(PAGE)  # for the end of a block that does not fill one
+        self.page = aligned(PAGE)  # for the end of a block, if it does not fill a page
         self.checksums = torch.empty(BLOCK_BYTES // PAGE, dtype=torch.int32)  # of the pages of a block
         self._turns = turns
         self._has_turn = False
 
     def take_turn(self) -> None:
-        """Wait until fewer requests are at the drive than it is to have at a time."""
+        """Wait until the drive has fewer requests than its limit."""
         self._turns.acquire()
         self._has_turn = True
 
     def give_turn(self) -> None:
-        """Let the next request reach the drive; nothing happens if that was done before."""
+        """Let the next request reach the drive. Has no effect if this thread has no turn."""
         if self._has_turn:
             self._has_turn = False
             self._turns.release()
 
     @functools.cached_property
     def packer(self) -> Packer:
-        """For extents that are packed."""
+        """The packer for packed extents."""
         return Packer()
 
 
@@ -77,8 +77,8 @@ class Fallback:
 
     host: Host
     ledger: Ledger
-    limit: int | None = None  # most bytes of host memory that this rank may have in all
-    is_used: bool = False  # the drive has failed: other extents do not try it again and again, while ranks wait
+    limit: int | None = None  # of all host memory of this rank, in bytes
+    is_used: bool = False  # the drive has failed: other extents do not retry, since ranks wait
 
     def take(self, extent: Extent) -> torch.Tensor:
         """Return memory for the whole pages of an extent; raise PrepareError if there is no room for them."""
@@ -93,17 +93,17 @@ class Fallback:
 
 @dataclass(eq=False)
 class Extent:
-    """Space for `num_bytes` of one kind, from byte `start` of a scratch file on."""
+    """Space for `num_bytes` of one kind in a scratch file, beginning at byte `start`."""
 
     scratch_file: ScratchFile = field(repr=False)
     start: int
     num_bytes: int
     kind: Kind
-    owner: str  # the first parameter of the group whose bytes they are
+    owner: str  # the first parameter of the group that the bytes belong to
     allocated_for: Ledger = field(repr=False)
     fallback: Fallback | None = field(repr=False)
-    transfers: list[Work] = field(default_factory=list, repr=False)  # those that may still be under way
-    item_bytes: int = field(default=0, kw_only=True)  # of a number, if numbers are packed
+    transfers: list[Work] = field(default_factory=list, repr=False)  # that may still be under way
+    item_bytes: int = field(default=0, kw_only=True)  # bytes of one number, if the extent is packed
     memory: torch.Tensor | None = field(init=False, default=None, repr=False)  # see [Note: fail-over]
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class Extent:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger that counts it."""
+        """The ledger that counts this extent."""
         return self.holders.first
 
     @property
@@ -131,7 +131,7 @@ class Extent:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that it takes on disk."""
+        """The bytes of the extent on disk."""
         return self.num_bytes
 
     @property
@@ -146,21 +146,21 @@ class Extent:
 
     @property
     def checksum(self) -> int:
-        """Equal for extents that have the same bytes, as far as a checksum of their pages' checksums can tell."""
+        """The checksum of the page checksums. Extents with the same bytes have the same one."""
         return crc32(self._checksums)
 
     def add_transfer(self, work: Work) -> None:
-        """Note a transfer that has begun."""
+        """Add a transfer that has begun."""
         with self._gate:
             self.transfers = [*(transfer for transfer in self.transfers if not transfer.is_done()), work]
 
     def _entries(self) -> list[Entry]:
-        """Return what it takes, as a ledger has it. Memory that took the file's place is counted by its Host."""
+        """Return the entries for a ledger. After a fail-over, the Host counts the memory."""
         checksums = (Kind.BUFFERS, self._checksums.nbytes, Tier.HOST)
         return [checksums] if self.memory is not None else [checksums, (self.kind, self.held_bytes, Tier.DISK)]
 
     def free(self, ledger: Ledger) -> None:
-        """Let a holder leave; the last one gives the space back. Nothing may be under way."""
+        """Remove a holder; when the last one leaves, free the space. No transfer may be under way."""
         if not self.holders.leave(ledger):
             return
         if self.memory is not None and self.fallback is not None:
@@ -168,17 +168,17 @@ class Extent:
         self.scratch_file.give(self.start, max(PAGE, padded(self.num_bytes)))
 
     def failure(self, verb: str, num_bytes: int, offset: int, error: OSError) -> StorageError:
-        """Return the error that says where reading or writing has failed, and why."""
+        """Return the error for a failed read or write: where it failed, and why."""
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
         return StorageError(
             f"{verb} {num_bytes} bytes at offset {self.start + offset} of {self.file} failed, {self.label}: "
             f"{reason(error)}{notes}; check the drive and its free space. {REMEDY.capitalize()}"
         )
 
-    # In the threads of a Disk
+    # Called by the threads of a Disk
 
     def read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
-        """Fill a block from `offset` on, and check it. A block that is not as it was written is read once more."""
+        """Fill a block from `offset`, and check it. If a checksum does not match, read the block once more."""
         with self._moving():
             self._read_again_if_damaged(offset, block, scratch)
 
@@ -214,7 +214,7 @@ class Extent:
             raise damage
 
     def _read(self, offset: int, block: torch.Tensor, scratch: Scratch) -> StorageError | None:
-        """Fill a block; return an error if a page of it does not have its checksum."""
+        """Fill a block; return an error if a page does not match its checksum."""
         body = len(block) // PAGE * PAGE
         num_pages = body // PAGE
         self._move(os.preadv, block[:body], offset)
@@ -242,8 +242,7 @@ class Extent:
         )
 
     def _read_last_page(self, offset: int, block: torch.Tensor, scratch: Scratch) -> None:
-        """Read the page that a block ends inside of, whose other bytes must be kept. A drive that cannot be read is no
-        reason for [Note: fail-over]: the page would be lost by it."""
+        """Read the page in which a block ends, to keep its other bytes. No [Note: fail-over]: it would lose them."""
         body = len(block) // PAGE * PAGE
         if body == len(block) or offset + len(block) >= self.num_bytes:
             return
@@ -267,7 +266,7 @@ class Extent:
             crc32_pages(scratch.page, PAGE, checksums[num_pages : num_pages + 1])
 
     def _move(self, move: Move, pages: torch.Tensor, offset: int) -> None:
-        """Read or write whole pages. Goes on after short moves."""
+        """Read or write whole pages. A transfer that ends early is continued."""
         is_write = move is os.pwritev
         if self.memory is not None:
             stored = self.memory[offset : offset + len(pages)]
@@ -294,7 +293,7 @@ class Extent:
             done = start
 
     def _fail_over(self, error: OSError) -> None:
-        """Move to host memory, unless another thread did; raise the error if there is no room. [Note: fail-over]"""
+        """Move to host memory, unless another thread has; raise the error if there is no room. [Note: fail-over]"""
         with self._gate:
             self._gate.wait_for(lambda: self._num_moving == 0)
             if self.memory is not None:
@@ -315,7 +314,7 @@ class Extent:
                     lost += len(block)
             self.memory = memory
             self.ledger.leave(self.kind, self.num_bytes, Tier.DISK)
-            self.scratch_file.punch(self.start, len(memory))  # its space may be what others lack
+            self.scratch_file.punch(self.start, len(memory))  # other extents may need the space
             log.warning(
                 "%s can no longer be written (%s): %s moves to host memory, %d bytes%s",
                 *(self.file, reason(error), self.label, self.num_bytes),

@@ -1,4 +1,4 @@
-"""Holders of memory: models that keep equal bytes once, in host memory or in an extent.
+"""Holders: models that store equal bytes once, in host memory or in an extent.
 
 The memory is freed when the last holder leaves. One ledger counts its bytes: that of the first holder. A single holder
 may write to it; a holder that shares it with others makes a copy first (`shared_tensors.py`).

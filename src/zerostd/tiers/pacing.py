@@ -1,4 +1,4 @@
-"""Priorities of transfers, and the pace of background work on a link that others ask for.
+"""Priorities of transfers, and the pace of background work on a link that other transfers use.
 
 A thread says what it works for: `with at(Priority.BACKGROUND)`. A `Disk` and a store serve the most urgent waiting
 request first. Background work is done in tiles, and asks after each tile how long to pause. A tile that took t seconds
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from zerostd.errors import PrepareError
+from zerostd.errors import PrepareError, is_number
 
 
 class Priority(enum.IntEnum):
@@ -47,7 +47,7 @@ class LinkPace:
     """The pace of background work on one link. `share` is `Budget(background=...)`; None: it never stops."""
 
     def __init__(self, share: float | None = None) -> None:
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        if share is not None and not (is_number(share) and 0 < share <= 1):
             raise PrepareError(
                 f"Budget(background={share!r}) must be above 0 and at most 1: the part of the disk's time that "
                 "background work may take while other transfers use it. None: no limit"
@@ -69,7 +69,7 @@ class LinkPace:
 
     @contextlib.contextmanager
     def tile(self, num_threads: int = 1) -> Iterator[None]:
-        """Do a tile of background work inside the context, and stop behind it as long as this pace demands."""
+        """Run a tile of background work inside the context, and then pause for as long as this pace requires."""
         begun = time.monotonic()
         with at(Priority.BACKGROUND):
             yield

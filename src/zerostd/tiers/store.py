@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerostd.errors import MisuseError, PrepareError
+from zerostd.errors import MisuseError, PrepareError, is_whole
 from zerostd.monitoring import Ledger
 from zerostd.policy import Budget, Kind, Tier, limit_of
 from zerostd.tiers.allocator import TierAllocator, TierTensor
@@ -77,6 +77,8 @@ class KeptTensor:
         shape = ((stop - start) // per_row, *self.shape[1:])
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
+        elif not isinstance(out, torch.Tensor):
+            raise MisuseError(f"read of {self.name!r} into out={type(out).__name__}: it must be a tensor")
         elif tuple(out.shape) != shape or out.dtype != self.dtype or not out.is_contiguous():
             raise MisuseError(
                 f"read of {self.name!r} into a tensor of shape {tuple(out.shape)} and {out.dtype}: it must be "
@@ -95,6 +97,8 @@ class KeptTensor:
     def write(self, values: torch.Tensor, rows: slice = slice(None), *, priority: str = "prefetch") -> Transfer:
         """Start writing rows. Do not change `values` until `wait` of the returned transfer has returned."""
         start, stop = self._elements(rows)
+        if not isinstance(values, torch.Tensor):
+            raise MisuseError(f"write of values={type(values).__name__} to {self.name!r}: it must be a tensor")
         if values.dtype != self.dtype or values.numel() != stop - start:
             raise MisuseError(
                 f"write of {values.numel()} elements of {values.dtype} to {stop - start} elements of {self.name!r}, "
@@ -140,7 +144,10 @@ class KeptTensor:
             raise MisuseError(f"{self.name!r} was deleted from its store")
         if not isinstance(rows, slice) or rows.step not in (None, 1) or not self.shape:
             raise MisuseError(f"rows={rows!r} of {self.name!r} must be a slice of rows without a step: slice(0, 100)")
-        start, stop, _ = rows.indices(self.shape[0])
+        try:
+            start, stop, _ = rows.indices(self.shape[0])
+        except TypeError as error:
+            raise MisuseError(f"rows={rows!r} of {self.name!r}: {error}; use whole numbers") from error
         per_row = math.prod(self.shape[1:])
         return start * per_row, max(start, stop) * per_row
 
@@ -161,7 +168,12 @@ class TierStore:
     """
 
     def __init__(self, device: torch.device | str | None = None, budget: Budget | Any = None) -> None:
-        self.device = torch.device("cpu" if device is None else device)
+        try:
+            probe = torch.zeros(1, device="cpu" if device is None else device)
+            probe.item()  # of the meta device it fails
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            raise PrepareError(f"device={device!r} cannot keep tensors ({error}); use 'cuda' or 'cpu'") from error
+        self.device = probe.device
         self.budget = Budget.parse(budget)
         self._ledger = Ledger()
         host = Host(self.device, self._ledger, NUM_THREADS)
@@ -182,15 +194,17 @@ class TierStore:
             raise PrepareError(
                 f"name={name!r} must be a string that is not in the store yet; use another, or del store[name] first"
             )
-        if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+        if not isinstance(shape, list | tuple) or not shape or not all(map(is_whole, shape)):
             raise PrepareError(f"shape={shape!r} of {name!r} must be one or more whole numbers, rows first")
+        if not isinstance(dtype, torch.dtype):
+            raise PrepareError(f"dtype={dtype!r} of {name!r} must be a torch.dtype, such as torch.float32")
         values = self._take(name, Tier.parse(tier), math.prod(shape), dtype)
         parts = (self._worker, self._counts, self._allocator.pace)
         self._tensors[name] = KeptTensor(name, tuple(shape), dtype, values, *parts)
         return self._tensors[name]
 
     def _take(self, owner: str, tier: Tier, numel: int, dtype: torch.dtype) -> TierTensor:
-        size = padded(numel * dtype.itemsize)
+        size = max(1, padded(numel * dtype.itemsize))  # tensors without elements have a place too
         used = self._used(tier)
         if tier is Tier.DISK and self._allocator.disk is None:
             self._allocator.open_disk(self.budget, 1)

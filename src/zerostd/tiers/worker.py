@@ -1,4 +1,4 @@
-"""A worker: one thread that does jobs beside everything else, and the `Work` that others wait for.
+"""A worker: one thread that runs jobs beside the training loop, and the `Work` that callers wait for.
 
 Of the jobs that wait, it takes those whose input has arrived, and of these the one that is needed first; if no input
 has arrived, the job submitted first. So urgent jobs overtake, but a job whose input is missing never delays others.
@@ -36,8 +36,8 @@ BY_PLACE = operator.attrgetter("place")
 class Work(Transfer):
     """A transfer that other threads carry out in `num_parts` parts, each of which ends in `finish`.
 
-    It is done when the last part has ended, failed ones too: after `wait` no thread touches the memory any more. Work
-    that ends by putting a copy into a stream sets `event` behind it, and `wait` puts the current stream behind that.
+    It is done when the last part has ended, failed parts too: after `wait` no thread uses the memory any more. If the
+    work ends with a copy on a stream, `event` marks the end of the copy, and the current stream waits for it.
     """
 
     def __init__(self, num_parts: int = 1) -> None:

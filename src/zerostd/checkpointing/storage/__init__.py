@@ -1,4 +1,4 @@
-"""Shards to files and back, whatever the number of ranks: intervals by name, a manifest, checksums, no pickle.
+"""Shards to files and back, for any number of ranks: intervals by name, a manifest, checksums, no pickle.
 
 directory.py  a directory that appears whole or not at all    manifest.py           what is in it, and the rules
 writing.py    all ranks write a checkpoint                    reading.py            intervals of it, checked

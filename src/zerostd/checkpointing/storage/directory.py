@@ -1,10 +1,10 @@
 """The directory of a checkpoint: it appears whole or not at all, and leftovers of killed runs are removed.
 
-A pending directory is NAME.incomplete-TOKEN beside the target, locked by its process as long as that lives. To commit
-it is to write and sync the manifest, rename the directory and sync its parent.
+A pending directory is NAME.incomplete-TOKEN beside the target, and its process locks it while it lives. A commit
+writes and syncs the manifest, renames the directory and syncs its parent.
 
-Below a URL nothing can be renamed or locked. There the manifest is the commit: it is written last, and removed first.
-Ranks write to a pending directory of this machine, so that training waits for no network, and upload from there.
+Objects of a URL cannot be renamed or locked. There the manifest is the commit: it is written last, and removed first.
+Ranks write to a pending directory on this machine and upload from there, so training does not wait for the network.
 """
 
 from __future__ import annotations

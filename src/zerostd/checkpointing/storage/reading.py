@@ -1,4 +1,4 @@
-"""Read a checkpoint in intervals, whatever ranks wrote it. Every block is checked as it is read.
+"""Read a checkpoint in intervals, whichever ranks wrote it. Every block is checked as it is read.
 
 In: tensors of the manifest, the intervals wanted, and where they go: memory, or tier tensors, those on disk too.
 `loading` calls it: first `verify` on everything it needs, then `fill_tiers`.

@@ -1,4 +1,4 @@
-"""Places outside the file systems of this machine: URLs that fsspec knows, such as s3://mine/step-1000.
+"""Places outside this machine's file systems: URLs that fsspec supports, such as s3://mine/step-1000.
 
 `RemotePath` has those verbs of pathlib.Path that checkpoints need, so `directory`, `reading` and `safetensors_files`
 take either. An object is there whole or not at all, and there is no rename. Every failure is an OSError. A failure that

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy
 import torch
 from msgspec import Struct
 
@@ -178,8 +179,14 @@ def _unless_refused() -> Iterator[None]:
 
 
 def bytes_of(values: torch.Tensor) -> Bytes:
-    """Return the bytes of a contiguous tensor on the host, which share its memory."""
-    return values.view(-1).view(torch.uint8).numpy()
+    """Return the bytes of a contiguous tensor on the host, which share its memory. `Tensor.numpy` marks memory that can
+    never be given back, as `zerostd.sleep` does."""
+    flat = values.view(-1).view(torch.uint8)
+    if not len(flat):
+        return numpy.empty(0, numpy.uint8)
+    memory: Any = (ctypes.c_uint8 * len(flat)).from_address(flat.data_ptr())
+    memory.tensor = flat  # keeps it alive
+    return numpy.frombuffer(memory, numpy.uint8)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Saving(PendingSave):
         """Complete it, or end the process with exit code 1. Ranks do not wait for one that an exception has ended."""
         try:
             if hasattr(sys, "last_value") and self._control.world.size > 1:
-                raise CheckpointError("an exception has ended this rank before all ranks had written")
+                raise CheckpointError("an exception ended this rank before all ranks had written")
             self.finish()
         except Exception as error:
             self._cleanup.close()

@@ -30,7 +30,7 @@ function drawTimeline(parent, run, step) {
   shown.rows.forEach((row, index) => {
     const place = places[index];
     if (place.head !== null) draw(svg, "text", { class: "strong", x: 0, y: place.head + 4 }, `rank ${row.rank}`);
-    if (narrow) halo(svg, { x: 0, y: place.y - 5 }, LANES[row.lane] || row.lane);
+    if (narrow) halo(svg, { x: 4, y: place.y - 5 }, LANES[row.lane] || row.lane);
     else draw(svg, "text", { x: 0, y: place.y + 15 }, LANES[row.lane] || row.lane);
     for (const bar of row.bars) {
       const made = drawBar(svg, bar, place.y + bar.track * track, track - 2, [x(bar.start), x(bar.end)], [gutter, right]);
