@@ -68,13 +68,13 @@ LARGEST = 2**63 - 1
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
-    """Return whether a value that a user gave is a whole number of at least `least`, of 64 bits. True and False are
-    none."""
+    """Return whether a value that a user gave is a whole number of at least `least`, of 64 bits. True and False do
+    not count."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value that a user gave is a real number. True, False and NaN are none."""
+    """Return whether a value that a user gave is a real number. True, False and NaN do not count."""
     return value == value if isinstance(value, float) else is_whole(value, -LARGEST)
 
 

@@ -69,7 +69,7 @@ FEATURES: dict[str, tuple[int, ...]] = {  # and the stages that it is for
     "sleep": (0, 1, 2, 3),
 }
 NOT_WITH: dict[str, set[str]] = {  # kinds and phases
-    # Nothing is clipped, and what fails once updates have begun cannot be repeated.
+    # Nothing is clipped, and a pass that fails after updates have begun cannot be repeated.
     "freed gradients": {"clip", "clip norm", "backward pre-hook", "backward hook", "parameter hook", "step pre-hook"}
     | {"gradients dropped"},
     "packed parameters": {"drive is full", "drive cannot be written"},  # they do not move to host memory

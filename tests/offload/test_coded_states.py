@@ -1,7 +1,7 @@
 """Moments in fewer bytes: the same bits on every route, tier, stage and number of ranks, and close to exact.
 
 The oracle does not use the library's layout: plain torch, parameter by parameter, int8 in blocks from each parameter's
-start. What codes mean is tested in tests/kernels/test_moments.py.
+start. tests/kernels/test_moments.py tests the codes themselves.
 """
 
 from __future__ import annotations

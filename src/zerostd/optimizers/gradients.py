@@ -58,9 +58,8 @@ class Gradients(StepObserver):
         self.factor: torch.Tensor | float = 1.0  # still to be multiplied in: clipping, unscaling
         self.clip_norm: float | None = None  # of the step that comes; None: not clipped
         self.locked: str | None = None  # why an update is using gradients already, so that they cannot be changed
-        self.refusal: str | None = (
-            None  # why nothing can be read or changed: the model sleeps, or half of it is updated
-        )
+        # Why nothing can be read or changed: the model sleeps, or only a part of it is updated.
+        self.refusal: str | None = None
         self._are_dropped = False  # by zero_grad, all of them
         self._wait = wait  # until all gradients have landed, before they are read
         self._groups = {flat: group for group in groups for flat in group.flats}

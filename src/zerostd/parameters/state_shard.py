@@ -66,8 +66,8 @@ class SplitTensor(TierTensor):
 
 class CodedTensor(TierTensor):
     """A state that is kept as codes, as one tier tensor of fp32 numbers, for reads and writes outside the
-    step. What it returns is a copy. A block of the moment is coded as a whole: blocks begin with a parameter, no shard
-    ends inside one, and a write that does reads it first."""
+    step. Reads return copies. A block of the moment is coded as a whole. Blocks begin with a parameter, and no shard
+    ends inside a block; a write that ends inside one reads the block first."""
 
     def __init__(self, codes: TierTensor, moment: Moment, numel: int) -> None:
         super().__init__(numel, torch.float32, codes.tier, None)

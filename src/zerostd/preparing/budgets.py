@@ -1,4 +1,4 @@
-"""What a rank may use of each tier: its part of the user's budget, or of what is free less a margin."""
+"""Budgets: the bytes of each tier that a rank may use, from the user's budget or from free memory less a margin."""
 
 from __future__ import annotations
 

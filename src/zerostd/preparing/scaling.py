@@ -27,7 +27,7 @@ from zerostd.preparing.proposing import PlanSearch, predict_bytes
 
 MOST_SAMPLES = 1 << 12  # of a pass on one rank
 BACKWARD = 2  # FLOPs of backward, for each of forward; what is recomputed does not count
-WORKING = (Kind.ACTIVATIONS, Kind.BUFFERS)  # what is no model state
+WORKING = (Kind.ACTIVATIONS, Kind.BUFFERS)  # kinds that are not model state
 
 
 def plan_numbers(
