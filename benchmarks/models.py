@@ -7,9 +7,10 @@
     python benchmarks/models.py run --toy --records toy.json                        (no GPU: shows that it works)
 
 A row is a model at a part of the peak without a limit, with or without clipping; before it the model trains with all on
-the device. Each row is a process of its own that is given up after `--each` seconds, and is written to the records
-(models.json in $OUT, or here) when it is done. Rows that are in there are not run again, so a table is made in pieces.
-The plan trains past its trials. By hand, twelve placements train a few steps each.
+the device. Each row is a process of its own, which imports everything while the row before it runs, and is given up
+after `--each` seconds. It is written to the records (models.json in $OUT, or here) when it is done. Rows that are in
+there are not run again, so a table is made in pieces. The plan trains until its trials are over, and then LAST steps
+more. By hand, twelve placements train a few steps each.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ from zoo import HELD_OUT, ZOO, call, loss_of
 
 import zerostd
 from zerostd.policy import Tier
+from zerostd.replanning.adapting import Adapter
+from zerostd.replanning.trials import name_of
 
 Record = dict[str, Any]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +44,8 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = (0.6, 0.4)  # of plain torch's peak
 CLIP = 1.0
 GIB = 2**30
-STEPS, STEADY = 60, 40  # of the plan; those after STEADY count
+FIRST, LAST = 15, 20  # steps of the plan: at least, and after its trials; the last ones count
+MOST_S = 60.0  # for the trials of a row
 BY_HAND_STEPS = 6
 KINDS = ("plain", "plan", "budget", "hand")  # hand: placements by hand; budget: prepare is shown no batch
 OVER = "took too long"
@@ -51,7 +56,7 @@ LEAST_TOY = 64 << 20  # bytes of a budget on a CPU, which has no allocator to as
 def main() -> None:
     options = parse()
     if options.row:
-        print(json.dumps(run_row(json.loads(options.row), toy=options.toy)))
+        print(json.dumps(run_row(json.loads(sys.stdin.readline()), toy=options.toy)))
         return
     if options.verb == "run":
         run_rows(options)
@@ -71,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--each", type=float, default=150, help="seconds after which a row is given up")
     parser.add_argument("--toy", action="store_true", help="small models and few steps")
     parser.add_argument("--write", metavar="NAME", help="write results/models-NAME.md")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)  # one, which comes through stdin
     return parser.parse_args()
 
 
@@ -91,61 +96,93 @@ def wanted(options: argparse.Namespace) -> Iterator[Record]:
 def run_rows(options: argparse.Namespace) -> None:
     end = time.monotonic() + options.limit
     records: list[Record] = json.loads(options.records.read_text()) if options.records.exists() else []
-    for row in wanted(options):
-        if any(record["row"] == row for record in records):
-            continue
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
-            print("the time is over; run again for the rest", file=sys.stderr)
-            return
-        plain = next((r for r in records if r["row"] == {"model": row["model"], "kind": "plain"}), None)
-        if row["kind"] != "plain" and (plain is None or "error" in plain):
-            result: Record = {"error": "plain torch did not run"}
-        else:
-            peak = 0 if plain is None else plain.get("peak_bytes", 0)
-            result = ask({**row, "plain_bytes": peak}, options, min(options.each, left))
-        if result.get("error") == OVER and left < options.each:
-            return  # the whole ended, not the row
-        records.append({"row": row, **result})
-        options.records.write_text(json.dumps(records, indent=1))
-        print(row, result.get("error") or f"{result.get('step_s') or 0.0:.4g} s", file=sys.stderr, flush=True)
+    with Processes(options) as processes:
+        for row in wanted(options):
+            if any(record["row"] == row for record in records):
+                continue
+            left = end - time.monotonic()
+            if left < LEAST_SECONDS:
+                print("the time is over; run again for the rest", file=sys.stderr)
+                return
+            plain = next((r for r in records if r["row"] == {"model": row["model"], "kind": "plain"}), None)
+            if row["kind"] != "plain" and (plain is None or "error" in plain):
+                result: Record = {"error": "plain torch did not run"}
+            else:
+                peak = 0 if plain is None else plain.get("peak_bytes", 0)
+                result = processes.ask({**row, "plain_bytes": peak}, min(options.each, left))
+            if result.get("error") == OVER and left < options.each:
+                return  # the whole ended, not the row
+            records.append({"row": row, **result})
+            options.records.write_text(json.dumps(records, indent=1))
+            took = f"{options.limit - end + time.monotonic():.0f} s:"
+            print(took, row, result.get("error") or f"{result.get('step_s') or 0.0:.4g} s", file=sys.stderr, flush=True)
 
 
-def ask(row: Record, options: argparse.Namespace, seconds: float) -> Record:
-    """Run one row in a process of its own; what it started ends with it."""
-    command = [sys.executable, __file__, "run", "--row", json.dumps(row), *["--toy"] * options.toy]
-    folder = options.records.resolve().parent / "cache"
-    for kept in folder.glob("plan-*"):  # every row begins without what another one has learnt
-        kept.unlink()
-    environment = {"ZEROSTD_CACHE": str(folder), **os.environ}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as process:
+class Processes:
+    """A process for each row. The next one is started ahead, so that it has imported everything when its turn comes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._command = [sys.executable, __file__, "run", "--row", *["--toy"] * options.toy]
+        self._folder = options.records.resolve().parent / "cache"
+        self._logs = options.records.with_suffix(".log")
+        self._next = self._start()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._end(self._next)
+
+    def _start(self) -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        environment = {"ZEROSTD_CACHE": str(self._folder), **os.environ}
+        return subprocess.Popen(self._command, text=True, env=environment, start_new_session=True, **pipes)
+
+    @staticmethod
+    def _end(process: subprocess.Popen[str]) -> str:
+        """Kill a process and what it started, and return its messages."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[1]
+
+    def ask(self, row: Record, seconds: float) -> Record:
+        """Run one row."""
+        for kept in self._folder.glob("plan-*"):  # every row begins without what another one has learnt
+            kept.unlink()
+        process = self._next
+        self._next = self._start()
         try:
-            output, errors = process.communicate(timeout=seconds)
+            output, errors = process.communicate(json.dumps(row) + "\n", timeout=seconds)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            errors = self._end(process)
+            output = ""
+        with self._logs.open("a") as log:
+            log.write(f"== {row}\n{errors}\n")
+        if process.returncode == -signal.SIGKILL:
             return {"error": OVER}
-    if process.returncode:
-        return {"error": (errors.strip().splitlines() or [f"ended with {process.returncode}"])[-1][:300]}
-    result: Record = json.loads(output.strip().splitlines()[-1])
-    return result
+        if process.returncode:
+            return {"error": (errors.strip().splitlines() or [f"ended with {process.returncode}"])[-1][:300]}
+        result: Record = json.loads(output.strip().splitlines()[-1])
+        return result
 
 
 def run_row(row: Record, *, toy: bool) -> Record:
-    torch.manual_seed(0)
-    model, batch = ZOO[row["model"]](toy)
-    model = model.to(DEVICE, torch.bfloat16)
-    batch = tree_map(lambda leaf: _to_device(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-    steps = 8 if toy else STEPS
     if row["kind"] == "plain":
-        return plain(model, batch, 3 if toy else 12)
+        return plain(*make(row["model"], toy=toy), 3 if toy else 12)
     budget = max(int(row["part"] * row["plain_bytes"]), LEAST_TOY if DEVICE == "cpu" else 0)
     clip = CLIP if row["clips"] else None
     if row["kind"] in ("plan", "budget"):
-        return planned(model, batch, budget, clip, steps, shows_batch=row["kind"] == "plan")
+        return planned(*make(row["model"], toy=toy), budget, clip, shows_batch=row["kind"] == "plan", toy=toy)
     return by_hand(row, budget, clip, toy=toy)
+
+
+def make(name: str, *, toy: bool) -> tuple[torch.nn.Module, Any]:
+    """Return a model and its batch on the device, in bf16, the same each time."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model, batch = ZOO[name](toy)
+    batch = tree_map(lambda leaf: _to_device(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return model.to(DEVICE, torch.bfloat16), batch
 
 
 def _to_device(leaf: torch.Tensor) -> torch.Tensor:
@@ -153,20 +190,32 @@ def _to_device(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, optimizer: Any, batch: Any, steps: int) -> tuple[list[float], int]:
-    """Return the seconds of each step, and the most bytes of the device."""
-    seconds = []
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    """Return the seconds of each step, from end to end, and the most bytes of the device. The loop is at most a step
+    ahead of the device."""
+    is_cuda = DEVICE == "cuda"
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats()
+    ends = [_now()]
     for _ in range(steps):
-        begun = time.perf_counter()
         loss_of(call(model, batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return seconds, torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+        ends.append(_now())
+        if is_cuda:
+            ends[-2].synchronize()
+    if is_cuda:
+        torch.cuda.synchronize()
+        seconds = [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(ends)]
+        return seconds, torch.cuda.max_memory_allocated()
+    return [ended - begun for begun, ended in pairwise(ends)], 0
+
+
+def _now() -> Any:
+    if DEVICE == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def plain(model: torch.nn.Module, batch: Any, steps: int) -> Record:
@@ -180,7 +229,7 @@ def plain(model: torch.nn.Module, batch: Any, steps: int) -> Record:
 
 
 def planned(
-    model: torch.nn.Module, batch: Any, budget: int, clip: float | None, steps: int, *, shows_batch: bool
+    model: torch.nn.Module, batch: Any, budget: int, clip: float | None, *, shows_batch: bool, toy: bool
 ) -> Record:
     """Train with the planner's placement; without a batch it is made when the first pass was seen."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=DEVICE == "cuda")
@@ -192,18 +241,33 @@ def planned(
         plan = zerostd.plan(model, optimizer, batch=batch, budget=limits, **options)
     planned_s = time.perf_counter() - begun
     _, prepared = zerostd.prepare(model, optimizer, plan=plan, budget=limits, **options)
-    seconds, peak = train(model, prepared, batch, steps)
-    obeyed = model.__dict__["_zerostd"].settings.plan
+    prepared_s = time.perf_counter() - begun - planned_s
+    runtime = model.__dict__["_zerostd"]
+    adapter = next((each for each in runtime.observers if isinstance(each, Adapter)), None)
+    seconds, peak = train(model, prepared, batch, 4 if toy else FIRST)
+    end = time.perf_counter() + MOST_S
+    while adapter is not None and adapter.is_busy and time.perf_counter() < end:
+        more, more_peak = train(model, prepared, batch, 1 if toy else 5)
+        seconds += more
+        peak = max(peak, more_peak)
+    last, last_peak = train(model, prepared, batch, 4 if toy else LAST)
+    obeyed = runtime.settings.plan
     return {
         "budget_bytes": budget,
         "planned_s": planned_s,
+        "prepared_s": prepared_s,
         "predicted_s": None if plan is None else plan.predicted.step_s,
         "predicted_bytes": None if plan is None else plan.predicted.total(Tier.DEVICE),
-        "peak_bytes": peak,
-        "step_s": statistics.median(seconds[min(STEADY, steps // 2) :]),
-        "slowest_s": max(seconds[2:]),
-        "seconds": seconds,
+        "first_plan": None if plan is None else [name_of(plan), plan.explain()],
+        "peak_bytes": max(peak, last_peak),
+        "last_peak_bytes": last_peak,
+        "step_s": statistics.median(last),
+        "slowest_s": max([*seconds[2:], *last]),
+        "seconds": [round(each, 4) for each in [*seconds, *last]],
+        "is_settled": adapter is None or not adapter.is_busy,
+        "plan": name_of(obeyed),
         "trials": [[trial.name, trial.predicted_s, trial.measured_s] for trial in obeyed.trials],
+        "revisions": [] if adapter is None else [[each.step, each.reason] for each in adapter.revisions],
         "notes": list(obeyed.notes),
     }
 
@@ -221,10 +285,7 @@ def by_hand(row: Record, budget: int, clip: float | None, *, toy: bool) -> Recor
     """Train with each placement, and take the fastest that stays inside the budget."""
     tried = []
     for placement in placements():
-        torch.manual_seed(0)
-        model, batch = ZOO[row["model"]](toy)
-        model = model.to(DEVICE, torch.bfloat16)
-        batch = tree_map(lambda leaf: _to_device(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        model, batch = make(row["model"], toy=toy)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=DEVICE == "cuda")
         try:
             _, prepared = zerostd.prepare(

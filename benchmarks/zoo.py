@@ -71,7 +71,7 @@ def vit_h_14(toy: bool) -> Made:
     vision = importlib.import_module("torchvision.models")
     if toy:
         return vision.VisionTransformer(32, 16, 2, 2, 32, 64), images(2, 32)
-    return vision.vit_h_14(), images(96, 224)
+    return vision.vit_h_14(), images(64, 224)
 
 
 @entry
@@ -131,7 +131,7 @@ def bert(toy: bool) -> Made:
 @entry
 def llama(toy: bool) -> Made:
     hf = importlib.import_module("transformers")
-    sizes = (64, 32, 64, 2, 2) if toy else (32000, 2560, 6912, 36, 20)
+    sizes = (64, 32, 64, 2, 2) if toy else (32000, 2048, 5504, 20, 16)
     vocabulary, hidden, inner, layers, heads = sizes
     config = hf.LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
@@ -144,7 +144,7 @@ def llama(toy: bool) -> Made:
 @entry
 def gpt2(toy: bool) -> Made:
     hf = importlib.import_module("transformers")
-    vocabulary, length, width, layers, heads = (64, 16, 32, 2, 2) if toy else (50257, 1024, 1600, 48, 25)
+    vocabulary, length, width, layers, heads = (64, 16, 32, 2, 2) if toy else (50257, 1024, 1280, 36, 20)
     config = hf.GPT2Config(
         vocab_size=vocabulary, n_positions=length, n_embd=width, n_layer=layers, n_head=heads
     )  # fmt: skip
@@ -161,7 +161,7 @@ def t5(toy: bool) -> Made:
         vocab_size=vocabulary, d_model=model, d_kv=head, d_ff=inner, num_layers=layers, num_heads=heads,
         decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
-    ids = tokens(2, 8, 64) if toy else tokens(16, 512, 32128)
+    ids = tokens(2, 8, 64) if toy else tokens(8, 512, 32128)
     return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids[:, : ids.shape[1] // 2].contiguous()}
 
 
@@ -188,7 +188,7 @@ class Experts(nn.Module):
 
 @entry
 def mixture(toy: bool) -> Made:
-    width, number, layers = (16, 2, 2) if toy else (1024, 16, 12)
+    width, number, layers = (16, 2, 2) if toy else (1024, 16, 6)
     batch = torch.randn(2, 4, width) if toy else torch.randn(16, 1024, width)
     return nn.Sequential(*(Experts(width, number) for _ in range(layers))), batch
 

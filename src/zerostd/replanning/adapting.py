@@ -125,6 +125,11 @@ class Adapter(StepObserver):
         return is_time and not self._pace.num_rounds and (self._is_off or not keeps_all)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether another plan is searched for, tried or moved to."""
+        return any(each is not None for each in (self._watch, self._ranking, self._trials, self._moving))
+
+    @property
     def plan(self) -> Plan:
         """The plan that is obeyed now."""
         assert self.runtime.settings.plan is not None
