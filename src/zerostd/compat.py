@@ -28,9 +28,17 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+RECOMPUTING = "zerostd.scheduling.recomputing"  # the module whose hooks on saved tensors recompute a forward
+
+
 def in_backward() -> bool:
     """Return whether this thread runs inside a backward pass (recomputed forwards run there too)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_backward() -> int:
+    """Return a number for the backward pass that this thread runs; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
 
 
 def runs_in_ddp(module: torch.nn.Module) -> bool:
@@ -254,9 +262,9 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 
 def in_checkpoint() -> bool:
-    """Return whether a forward runs inside torch.utils.checkpoint, which recomputes it."""
+    """Return whether a forward runs inside torch.utils.checkpoint or inside our own, which recompute it."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+    return hooks is not None and getattr(hooks[0], "__module__", None) in (checkpoint.__name__, RECOMPUTING)
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

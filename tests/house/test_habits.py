@@ -26,7 +26,7 @@ LATE_FUNCTIONS: dict[str, str] = {
     "compat.py: init._no_grad_trunc_normal_": "torch's own, for as long as `empty_init` is on",
     "scheduling/guards.py: module.__dict__['_apply']": "the user's module: `.to()` and the like are refused",
     "scheduling/guards.py: module.__dict__[GUARD]": "the user's module: a copy of it is refused",
-    "scheduling/activations.py: module.forward": "the user's module: its forward is what is recomputed",
+    "scheduling/recomputing.py: module.forward": "the user's module: its forward is what is recomputed",
 }
 
 # Private names of torch that may stand outside compat.py, with the reason.

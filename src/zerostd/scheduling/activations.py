@@ -2,10 +2,10 @@
 
 While a group runs whose activations leave the device, saved tensors go through a pack hook of autograd. Parameters and
 buffers are not activations, and small tensors are not worth moving: both stay. A recomputed group keeps only its inputs
-and runs again in backward. This is torch's checkpointing, except that the inputs may be kept elsewhere meanwhile. If
-some groups send their activations away, the other groups make room for those in transit: before they run, and after
-backward has passed them. The bytes that such a group keeps are estimated from a similar group that sends its
-activations: one of the same class, with parameters of the same shapes and as many bytes of output.
+and runs again in backward (`recomputing.py`); the inputs may be kept elsewhere meanwhile. If some groups send their
+activations away, the other groups make room for those in transit: before they run, and after backward has passed them.
+The bytes that such a group keeps are estimated from a similar group that sends its activations: one of the same class,
+with parameters of the same shapes and as many bytes of output.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from zerostd.communication.control import check_same_activations
-from zerostd.compat import has_saved_tensor_hooks, in_backward, in_checkpoint, in_transform, version_of
+from zerostd.compat import has_saved_tensor_hooks, in_backward, version_of
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Group
@@ -30,16 +29,14 @@ from zerostd.policy import Tier, Way
 from zerostd.scheduling.counting import ActivationCounter, CountedBytes
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
+from zerostd.scheduling.recomputing import GiveBack, recompute
 from zerostd.scheduling.saved_storage import GroupActivations, SavedStorage, TensorLayout
-from zerostd.scheduling.tensors import map_tensors, tensors_in
+from zerostd.scheduling.tensors import tensors_in
 
 WORTH_MOVING = 256 * 2**10  # bytes
 MOST_KINDS = 256  # of forwards that are remembered: lengths may vary for ever
 
 Storage = torch.UntypedStorage
-GiveBack = Callable[[], torch.Tensor]  # what autograd holds instead of a saved tensor
-Keep = Callable[[torch.Tensor], GiveBack]  # for the inputs of a forward that is recomputed
-Counting = Callable[[], contextlib.AbstractContextManager[None]]  # looks on while a group saves its activations
 Passed = tuple[weakref.ref[GroupActivations], int]  # of a group whose activations stay: what left before it; its bytes
 
 
@@ -99,7 +96,7 @@ class Activations:
                 if way.recomputes and _has_parts(module) and module is not self._root():
                     counting = functools.partial(self.counter.within, group.name)
                     keep = functools.partial(self._keep_input, group.name)
-                    self._undo.callback(_recompute(module, device, keep, counting))
+                    self._undo.callback(recompute(group.name, module, device, keep, counting))
                     self.counter.recomputed.add(module)
 
     def counted(self) -> CountedBytes:
@@ -295,92 +292,3 @@ def _changed(size: torch.Size) -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"size {tuple(size)} was changed after it was saved for backward"
     )
-
-
-def _recompute(module: nn.Module, device: torch.device, keep: Keep, counting: Counting) -> Callable[[], None]:
-    """Replace a module's forward by one that is recomputed in backward; return a function that puts it back."""
-    forward = module.forward
-    had_own = "forward" in module.__dict__
-    marker = torch.empty(0, device=device)  # tells checkpointing whose random states count
-    own = [(m._parameters, name, parameter) for m in module.modules() for name, parameter in m._parameters.items()]
-    changing: set[str] = {name for name, _ in module.named_buffers()}  # buffers that a forward may change
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:  # a function, since torch.compile looks into those
-        if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        is_functional = any(parameters.get(name) is not parameter for parameters, name, parameter in own)
-        if not torch.is_grad_enabled() or in_backward() or in_transform() or in_checkpoint() or is_functional:
-            return forward(*args, **kwargs)
-        run = _run_twice(module, forward, keep, args, kwargs, changing, counting)
-        return checkpoint(run, marker, use_reentrant=False)
-
-    def undo() -> None:
-        if had_own:
-            module.forward = forward
-        else:
-            del module.forward
-
-    module.forward = recomputed
-    return undo
-
-
-def _run_twice(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    keep: Keep,
-    args: Any,
-    kwargs: Any,
-    changing: set[str],
-    counting: Counting,
-) -> Callable[[torch.Tensor], Any]:
-    """Return one call of a forward, which uses its inputs the first time and the kept inputs afterwards. Buffers that
-    it changes, such as statistics, change only once; `changing` collects their names."""
-    kept: dict[int, tuple[GiveBack, bool]] = {}  # by placeholder; whether it gets a gradient
-    first = [(args, kwargs)]
-    buffers: dict[str, torch.Tensor] = {}  # as the first call found them, if it changed them
-
-    def put(tensor: torch.Tensor) -> torch.Tensor:
-        placeholder = tensor.new_empty(0)
-        kept[id(placeholder)] = (keep(tensor), tensor.requires_grad)
-        return placeholder
-
-    def take(placeholder: torch.Tensor) -> torch.Tensor:
-        give_back, requires_grad = kept[id(placeholder)]
-        return give_back().detach().requires_grad_(requires_grad)
-
-    structure = map_tensors((args, kwargs), put)
-
-    def run(marker: torch.Tensor) -> Any:
-        if not first:
-            args, kwargs = map_tensors(structure, take)
-            with _buffers_of_before(module, buffers):
-                return forward(*args, **kwargs)
-        args, kwargs = first.pop()
-        named = dict(module.named_buffers()) if changing else {}
-        before = {name: (named[name], version_of(named[name]), named[name].clone()) for name in changing}
-        with counting():
-            output = forward(*args, **kwargs)
-        named = dict(module.named_buffers()) if changing else {}
-        for name, (buffer, version, copy) in before.items():
-            owner = module.get_submodule(name.rpartition(".")[0])
-            keeps_statistics = getattr(owner, "track_running_stats", False)  # torch writes them without counting it
-            if keeps_statistics or named[name] is not buffer or version_of(buffer) != version:
-                buffers[name] = copy
-        changing.intersection_update(buffers)
-        return output
-
-    return run
-
-
-@contextlib.contextmanager
-def _buffers_of_before(module: nn.Module, before: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Give a module copies of its earlier buffers inside the context."""
-    owners = [(module.get_submodule(name.rpartition(".")[0])._buffers, name.rpartition(".")[2]) for name in before]
-    originals = [buffers[short] for buffers, short in owners]
-    for (buffers, short), value in zip(owners, before.values(), strict=True):
-        buffers[short] = value.clone()
-    try:
-        yield
-    finally:
-        for (buffers, short), original in zip(owners, originals, strict=True):
-            buffers[short] = original
