@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from zerostd.policy import Tier
 from zerostd.scheduling.access import ParameterAccess
 from zerostd.scheduling.activations import Passed
 from zerostd.scheduling.backward import Backward
-from zerostd.scheduling.tensors import map_tensors, tensors_in
+from zerostd.scheduling.tensors import LeftTensors, map_tensors, tensors_in
+from zerostd.scheduling.turns import Turn
 
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,9 +59,13 @@ class Hooks:
         self._of_root = [group for group in self.gatherer.groups if root in group.blueprint.modules]
         self._active = access.active
         self._recomputed: Group | None = None  # by activation checkpointing, in the backward that runs now
-        self._turn = self.gatherer.turn
         self._depth = 0  # calls of the root, one inside the other
         self._graphs = KeptGraphs()
+        self._left = LeftTensors()
+
+    @property
+    def _turn(self) -> Turn:
+        return self.gatherer.turn
 
     @property
     def is_running(self) -> bool:
@@ -224,7 +229,7 @@ class Hooks:
         moving = [needed for needed in group.needed if needed.gives_back]
         if not moving and passed is None:
             return
-        made = list(_made_by(module, inputs, output)) if torch.is_grad_enabled() else []
+        made = list(_made_by(inputs, output, self._left.on(module))) if torch.is_grad_enabled() else []
         if passed is not None:
             for tensor in made[:1]:
                 tensor.register_hook(functools.partial(_passed_back, weakref.ref(self), passed))
@@ -308,18 +313,10 @@ class _InputsHook:
             self._hooks.inputs_done(self._group, self)
 
 
-def _made_by(module: nn.Module, inputs: Any, output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a forward made and backward comes back through. A tensor that a forward takes and passes
-    on, such as a position bias, was made by another forward."""
+def _made_by(inputs: Any, output: Any, left: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a forward made and backward comes back through: its output, and tensors that it left on
+    modules. A tensor that a forward takes and passes on, such as a position bias, was made by another forward."""
     taken = {id(tensor) for tensor in tensors_in(inputs)}
-    for tensor in (*tensors_in(output), *_left_on(module)):
+    for tensor in (*tensors_in(output), *left):
         if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in taken:
             yield tensor
-
-
-def _left_on(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield tensors that a forward left as attributes beside its output: an auxiliary loss has its own backward."""
-    for submodule in module.modules():
-        for value in vars(submodule).values():
-            if isinstance(value, torch.Tensor):
-                yield value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,3 +58,21 @@ def _with_items(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, An
         return type(original)(**items)  # e.g. transformers.ModelOutput, a dataclass that is a dict
     except TypeError:
         return type(original)(items)
+
+
+class LeftTensors:
+    """Finds tensors that a forward left as attributes beside its output, such as an auxiliary loss, which has its own
+    backward. The dicts of a module's parts are remembered: to walk through them takes longer than to look into them."""
+
+    def __init__(self) -> None:
+        # By module: of each part the dict of its own parts, these, and the dict of its attributes.
+        self._parts: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any, dict[str, Any]]]]
+        self._parts = weakref.WeakKeyDictionary()
+
+    def on(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the tensors on a module and on its parts."""
+        parts = self._parts.get(module)
+        if parts is None or any(tuple(inner.values()) != known for inner, known, _ in parts):
+            parts = [(part._modules, tuple(part._modules.values()), vars(part)) for part in module.modules()]
+            self._parts[module] = parts
+        return [left for *_, attributes in parts for left in attributes.values() if isinstance(left, torch.Tensor)]
