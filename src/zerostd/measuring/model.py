@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -192,6 +193,7 @@ class TimedPass:
     forward_s: float
     backward_s: float
     activation_bytes: int | None  # on the device at most, where it says
+    launches: float  # of forward's seconds, in which the host launched it
     groups: Mapping[str, tuple[float, float]]  # seconds of forward and backward, by name; what is left is the root's
 
 
@@ -263,6 +265,7 @@ def _as_timed(profile: ModelProfile, timed: TimedPass) -> ModelProfile:
         forward_s=timed.forward_s,
         backward_s=timed.backward_s,
         activation_bytes=timed.activation_bytes,
+        launches=timed.launches,
     )
 
 
@@ -327,7 +330,9 @@ def _pass(model: nn.Module, batch: Any, device: torch.device, clock: GroupClock)
     if has_own_memory:
         torch.accelerator.reset_peak_memory_stats(device)
     begun = Timestamp(device)
+    begun_s = time.perf_counter()
     output = call(model, batch)
+    launched_s = time.perf_counter() - begun_s
     between = Timestamp(device)
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if ends:  # else nothing trains
@@ -336,4 +341,6 @@ def _pass(model: nn.Module, batch: Any, device: torch.device, clock: GroupClock)
     del output, ends
     finish(device)
     peak = torch.accelerator.max_memory_allocated(device) - before if has_own_memory else None
-    return TimedPass(between.since(begun), ended.since(between), peak, clock.seconds(ended))
+    forward_s = between.since(begun)
+    launches = min(1.0, launched_s / forward_s) if has_own_memory and forward_s else 0.0
+    return TimedPass(forward_s, ended.since(between), peak, launches, clock.seconds(ended))

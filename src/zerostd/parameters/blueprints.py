@@ -11,7 +11,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -68,6 +68,14 @@ class Blueprint:
     def modules(self) -> list[nn.Module]:
         """The modules whose forward needs it, in registration order; the last one ends its use."""
         return [module for reference in self.references if (module := reference()) is not None]
+
+    def on_paper(self) -> Blueprint:
+        """Return the same without modules, and with parameters without memory."""
+        members = []
+        for member in self.members:
+            values = torch.empty(member.shape, dtype=member.parameter.dtype, device="meta")
+            members.append(replace(member, parameter=nn.Parameter(values, False), spec=None))
+        return Blueprint(self.name, (), tuple(members))
 
 
 def find_blueprints(

@@ -25,6 +25,8 @@ from zerostd.policy import Kind, Tier
 DIGITS = 9  # of seconds: among placements that differ in less, the first is taken
 FEW = 1e-3  # of the bytes off the device: as good as none
 WORTH_CHANGING = 0.01  # of a step: what a variation must bring to be the plan
+LAUNCHED_PARAMETERS = 0.3  # of a step that waits for launches: what parameters off the device add to it
+LAUNCHED_GRADIENTS = 0.1  # the same for gradients
 WORTH_MOVING = 0.1  # of a step: what a plan must bring to move anything where all fits on the device
 MOST_ROUNDS = 8  # of making room for what the program does not know
 ROUNDING = 1.002  # the linear program keeps to its limits only this exactly
@@ -32,6 +34,7 @@ PLENTY = 1 << 60  # bytes of a tier: more than anything takes
 SCRAP = 0.1  # of a group's states on the host: not worth a second worker
 MOST_SPLITS = 6  # of updates between CPU and device, that are looked at
 NEIGHBOURS = (0.8, 1.2)  # times the CPU's part of an update: how busy a processor is with other things, nobody knows
+VARIATIONS = (0.8, 1.2, 0.5, 0.0)  # the same for candidates that training may try
 
 Bytes = Mapping[Tier, Mapping[Kind, int]]
 CountBytes = Callable[[Solution], Bytes]  # everything that a solution takes, by tier and kind
@@ -54,11 +57,11 @@ def _candidates(request: PlanRequest) -> list[Solution]:
     _, shares = optimise_whole(request)
     ranked = _ranked(request, [*_splits(request, shares), *_at_home(request)])
     best = ranked[0]
-    for simpler in _simpler(request, best):
+    for simpler, worth in _simpler(request, best):
         with contextlib.suppress(Infeasible):
             _, shares = optimise_whole(simpler)
             answers = _ranked(request, _splits(request, shares), simpler)
-            if answers[0].timeline.step_s < best.timeline.step_s * (1 - WORTH_CHANGING):
+            if answers[0].timeline.step_s < best.timeline.step_s * (1 - worth):
                 ranked = [*answers, *ranked]
                 best = answers[0]
             else:
@@ -66,11 +69,11 @@ def _candidates(request: PlanRequest) -> list[Solution]:
     return [best, *sorted(ranked[1:], key=lambda solution: solution.timeline.step_s)]
 
 
-def neighbours(solution: Solution) -> list[Solution]:
-    """Return the same placement with more and with fewer updates by the CPU, if that share can change."""
+def neighbours(solution: Solution, times: Sequence[float] = NEIGHBOURS) -> list[Solution]:
+    """Return the same placement with the CPU's part of updates multiplied, if it can change."""
     if solution.request.machine.link is None:
         return []
-    parts = [_with_cpu_part(solution.request, solution.shares, times) for times in NEIGHBOURS]
+    parts = [_with_cpu_part(solution.request, solution.shares, each) for each in times]
     changed = [replace(solution, shares=shares) for shares in parts if shares != solution.shares]
     return [candidate for candidate in changed if fits(candidate)]
 
@@ -114,19 +117,25 @@ def _at_home(request: PlanRequest) -> Iterator[list[GroupShares]]:
         yield [GroupShares(parameters_host=tier is Tier.HOST, parameters_disk=tier is Tier.DISK) for tier in rests]
 
 
-def _simpler(request: PlanRequest, solution: Solution) -> Iterator[PlanRequest]:
-    """Yield simpler requests whose step may be shorter, because the program does not know all costs."""
+def _simpler(request: PlanRequest, solution: Solution) -> Iterator[tuple[PlanRequest, float]]:
+    """Yield simpler requests whose step may be shorter, because the program does not know all costs, and the part of a
+    step that they must bring. It is negative where the solution has costs that nobody knows."""
     ways = {way_of(share) for share in solution.shares}
     if request.chooses and request.recomputes and ways != {"recompute"}:
         longer_s = sum(cost.activations.longer_s for cost in request.costs)
         least_s = longer_s + sum(cost.forward_s + cost.backward_s for cost in request.costs)
         if request.accumulate * least_s < solution.timeline.step_s:
-            yield replace(request, activations=request.ways.intersection(RECOMPUTED))
+            yield replace(request, activations=request.ways.intersection(RECOMPUTED)), WORTH_CHANGING
     if "host" in ways and request.ways > {"host"}:  # they cost more as a whole than in shares
-        yield replace(request, activations=request.ways - {"host"})
-    is_off = any(share.gradients_host + share.parameters_off for share in solution.shares)
-    if is_off:  # what is off comes and goes in every pass, behind what is streamed
-        yield replace(request, can_place=request.can_place & {Kind.OPTIMIZER_STATES})
+        yield replace(request, activations=request.ways - {"host"}), WORTH_CHANGING
+    # What is off comes and goes in every pass, behind what is streamed; each group takes launches of its own.
+    launches = request.model.launches
+    if launches and any(share.parameters_off for share in solution.shares):
+        can_place = request.can_place - {Kind.PARAMETERS}
+        yield replace(request, can_place=can_place), WORTH_CHANGING - LAUNCHED_PARAMETERS * launches
+    if any(share.gradients_host + share.parameters_off for share in solution.shares):
+        can_place = request.can_place & {Kind.OPTIMIZER_STATES}
+        yield replace(request, can_place=can_place), WORTH_CHANGING - LAUNCHED_GRADIENTS * launches
 
 
 def _splits(request: PlanRequest, shares: list[GroupShares]) -> list[list[GroupShares]]:

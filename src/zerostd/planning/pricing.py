@@ -38,7 +38,7 @@ def bare_plan(counted: Counted) -> Plan:
     busy = work(request, solution.shares)
     busy["wire"] = request.accumulate * sum(cost.wire_s for cost in request.costs)
     busy = {name: seconds for name, seconds in busy.items() if seconds > 1e-9}
-    predicted = Prediction(bytes=counted.held, busy=busy)
+    predicted = Prediction(bytes=counted.held, busy=busy, launches=request.model.launches)
     if request.model.knows_time:
         timeline = solution.timeline
         predicted = replace(predicted, step_s=timeline.step_s, compute_s=timeline.compute_s)

@@ -189,6 +189,7 @@ class ModelProfile:
     forward_s: float | None = None  # of one pass, if measured
     backward_s: float | None = None
     activation_bytes: int | None = None  # on the device at most, beside model state, if measured
+    launches: float = 0.0  # of forward's seconds, in which the host launches it; 1: the device waits for launches
 
     @property
     def trained(self) -> int:
@@ -212,7 +213,8 @@ class ModelProfile:
 
     def with_twice_the_samples(self) -> ModelProfile:
         known = {name: getattr(self, name) for name in OF_A_PASS}
-        return replace(self, **{name: 2 * value for name, value in known.items() if value is not None})
+        doubled = {name: 2 * value for name, value in known.items() if value is not None}
+        return replace(self, **doubled, launches=self.launches / 2)
 
     @cached_property
     def knows_activations(self) -> bool:

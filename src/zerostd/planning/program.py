@@ -6,7 +6,7 @@ next forward begins with it, so E falls and F rises with g. A group's update lie
 backward, if it waits for the norm), and the windows of earlier groups lie inside those of later ones. On one resource
 such jobs can be done in time if and only if, for every g, those up to g fit between E[g] and F[g]. These rows, and that
 each resource has no more to do than a step is long, are the whole schedule; the rest are bytes. If the CPU is the
-device, it has to compute and to update.
+device, it has to compute and to update; else to launch and to update.
 
 Activations that go to the host leave after their group's forward, one after the other, and forward begins with a group
 when those of the second before it are gone. They come back in the order of backward, each not before backward has done
@@ -156,11 +156,12 @@ class ScheduleProgram:
         self._sequence()
         self._windows(self._sent() if self.choice.sent.any() else {})
         self._brought()
-        if self.request.machine.link is None:  # the CPU is the device, and does one thing after the other
-            passes = self.request.accumulate
-            computed = passes * (self.demands.forward_s + self.demands.backward_s).sum()
-            longer = (self.columns["activations_recomputed"], passes * self.demands.longer_s)
-            self.linear.at_most([*self.totals["cpu"], self._resident(), longer, (self.step, -1.0)], -float(computed))
+        if self.request.launching:  # the CPU updates, and computes or launches
+            part = self.request.launching * self.request.accumulate
+            computed = part * (self.demands.forward_s + self.demands.backward_s).sum()
+            longer = (self.columns["activations_recomputed"], part * self.demands.longer_s)
+            beside: list[Term] = [longer] if self.request.machine.link is not None else [longer, self._resident()]
+            self.linear.at_most([*self.totals["cpu"], *beside, (self.step, -1.0)], -float(computed))
 
     def _sequence(self) -> None:
         """Run groups one after the other: backward from the last to the first, forward the other way."""

@@ -126,6 +126,12 @@ class PlanRequest:
         return processor.ns(self.num_threads) * 1e-9 * (processor.coded_factor if self.model.is_coded else 1.0)
 
     @property
+    def launching(self) -> float:
+        """The part of the CPU that computing takes: all of it if the CPU is the device, else for launches. Updates on
+        the CPU take its memory bandwidth, so launches take longer beside them."""
+        return 1.0 if self.machine.link is None else self.model.launches
+
+    @property
     def resident_s(self) -> float:
         """The same for the device."""
         is_coded = self.model.is_coded and self.machine.link is None

@@ -191,8 +191,8 @@ class StepSimulation:
         return shared
 
     def run(self, seconds: float, what: str = "compute", name: str = "", group: int = -1) -> None:
-        """Let the device compute. If it is the CPU, that takes longer while updates run there."""
-        takes = {"cpu": 1.0} if self.request.machine.link is None else dict[str, float]()
+        """Let the device compute. While the CPU updates, that takes longer if it is the device or launches a lot."""
+        takes = {"cpu": self.request.launching}
         self.running[what] = _Job(seconds, takes, group, most=1.0, name=name)
         while what in self.running:
             self._advance()

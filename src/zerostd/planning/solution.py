@@ -161,7 +161,7 @@ def refit(
     request = replace(request, model=_as_observed(request, homes, observed, way_of_group))
     model = request.model
     busy = dict(observed.busy)
-    if request.machine.link is None:  # the CPU computes, and what else it did has made that longer
+    if request.launching:  # what else the CPU did has made computing longer
         busy["compute"] = request.accumulate * (observed.forward_s + observed.backward_s)
     forward_s = model.forward_s or 0.0
     backward_s = model.backward_s or 0.0

@@ -21,7 +21,7 @@ from zerostd.measuring.model import untried_profile
 from zerostd.monitoring.texts import percent_text
 from zerostd.parameters.blueprints import Blueprint
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
-from zerostd.planning.planner import Counted, fitting, neighbours, total
+from zerostd.planning.planner import VARIATIONS, Counted, fitting, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from, plan_of
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import shared, stages_of, threads_of
@@ -100,6 +100,12 @@ class PlanSearch:
         self.blueprints = blueprints
         self.world = world
         self.ways = ways  # to handle activations, that may be chosen
+
+    def on_paper(self) -> PlanSearch:
+        """Return the same search without modules, memory and channels, for another process."""
+        settings = replace(self.settings, mesh=None)
+        blueprints = [blueprint.on_paper() for blueprint in self.blueprints]
+        return PlanSearch(settings, blueprints, replace(self.world, channels=None, link=None), self.ways)
 
     @property
     def updates(self) -> bool:
@@ -261,10 +267,10 @@ class PlanSearch:
         return {} if self.settings.plan is None else self.settings.plan.codec
 
     def _near(self, result: SearchResult) -> list[Counted]:
-        """Return the best candidate with more and with fewer updates by the CPU."""
+        """Return the best candidate with more and with fewer updates by the CPU, and with none."""
         best = result.best
         limits = best.solution.request.limits
-        near = [Counted(solution, self.count(solution)) for solution in neighbours(best.solution)]
+        near = [Counted(solution, self.count(solution)) for solution in neighbours(best.solution, VARIATIONS)]
         return [each for each in near if all(total(each.held, tier) <= limits.get(tier, 0) for tier in Tier)]
 
     @property
@@ -283,6 +289,8 @@ class PlanSearch:
         if plan is not None:
             rests = {name: home.parameters for name, home in homes_of(plan, self.blueprints).items()}
         profile = profile or untried_profile(self.blueprints, settings.precision, settings.states)
+        if plan is not None:
+            profile = replace(profile, launches=max(profile.launches, plan.predicted.launches))
         if Kind.OPTIMIZER_STATES.value in self._codec:
             profile = profile.with_codes()
         return PlanRequest(
