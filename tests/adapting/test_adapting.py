@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ import zerostd
 from planning.machines import LAPTOP
 from support.agreement import agree
 from support.compare import assert_bitwise
-from zerostd import Budget, Plan
+from zerostd import Budget, Plan, PrepareError
 from zerostd.planning import Prediction
 from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
-from zerostd.preparing.proposing import PlanSearch
-from zerostd.replanning import adapting, meter
+from zerostd.replanning import adapting, meter, ranking
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, Adapter, Revision
 from zerostd.replanning.moving import HomeMove
 from zerostd.replanning.trials import MOST_TRIED
@@ -120,9 +120,9 @@ def plant(model: nn.Module, monkeypatch: pytest.MonkeyPatch, *candidates: Plan) 
     def ranked(self: Adapter, *_: Any) -> tuple[Plan, list[Plan]]:
         return self.plan, list(candidates)
 
-    def starting(self: HomeMove, runtime: Any, plan: Plan) -> None:
+    def starting(self: HomeMove, runtime: Any, plan: Plan, *limits: float) -> None:
         started.append(plan)
-        start(self, runtime, plan)
+        start(self, runtime, plan, *limits)
 
     monkeypatch.setattr(Adapter, "_candidates", ranked)
     monkeypatch.setattr(HomeMove, "__init__", starting)
@@ -168,6 +168,24 @@ def test_trials_end_and_cost_a_bounded_number_of_steps(tmp_path: Path, monkeypat
     adapter = adapter_of(model)
     assert len(started) == MOST_TRIED + 1 and adapter._trials is None and adapter._moving is None
     assert len(model.__dict__["_zerostd"].settings.plan.trials) == MOST_TRIED + 1
+
+
+def test_states_move_when_backward_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward has needed the parameters then, so their updates are done, and nothing waits for them."""
+    model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path))
+    plant(model, monkeypatch, predicted(DISK, 0.5))
+    moments = list[tuple[bool, bool]]()  # whether forward runs, and whether an update is waited for
+    advance = HomeMove.advance
+
+    def advancing(self: HomeMove) -> int:
+        runtime = model.__dict__["_zerostd"]
+        moments.append((runtime.hooks.is_running, any(group.updates for group in runtime.groups)))
+        return advance(self)
+
+    monkeypatch.setattr(HomeMove, "advance", advancing)
+    train(model, optimizer, 2 * EVERY)
+    assert moments and not any(map(any, moments))
+    same_numbers(model, str(tmp_path), 2 * EVERY)
 
 
 def test_the_next_start_begins_with_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +242,13 @@ def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pyt
     adapter = adapter_of(model)
     adapter._ranks_aside = True
     is_released = threading.Event()
-    revise = PlanSearch.revise
+    in_process = ranking.in_process
 
-    def waits(*arguments: Any, **options: Any) -> Any:
+    def waits(search: Any) -> Any:
         assert is_released.wait(60)
-        return revise(*arguments, **options)
+        return in_process(search)
 
-    monkeypatch.setattr(PlanSearch, "revise", waits)
+    monkeypatch.setattr(ranking, "in_process", waits)
     train(model, optimizer, EVERY + 2)
     assert adapter._ranking is not None and adapter._trials is None and held(model, "disk") >= FEW * LAYER
     is_released.set()
@@ -239,6 +257,24 @@ def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pyt
     (revision,) = adapter.revisions
     assert revision.reason == "the first steps were measured" and held(model, "disk") == 0
     same_numbers(model, str(tmp_path), EVERY + 2, 3 * EVERY, depth=FEW)
+
+
+@pytest.mark.parametrize("budget", [LIMITS[Tier.DEVICE], 1])
+def test_another_process_ranks_as_this_one(tmp_path: Path, budget: int) -> None:
+    """The same plans, or the same refusal."""
+    model, optimizer = prepared(Plan({"*": HOST}, limits=LIMITS), str(tmp_path))
+    train(model, optimizer, 1)
+    search = adapter_of(model)._search
+    seen = ObservedStep(0.3, 0.1, 0.2, busy={"cpu": 0.1})
+    limits = {**LIMITS, Tier.DEVICE: budget}
+    results = []
+    for run, each in ((ranking.in_process, search.on_paper()), (lambda revise: revise(), search)):
+        try:
+            present, others = run(partial(each.revise, limits, LAPTOP, seen, speculates=False))
+            results.append([plan.to_json() for plan in (present, *others)])
+        except PrepareError as error:
+            results.append([str(error)])
+    assert results[0] == results[1]
 
 
 # -- memory and speed --

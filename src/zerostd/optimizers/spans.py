@@ -242,11 +242,11 @@ class UpdateSpans:
         states = self.state.get(span.tensor, {})
         return {name: copy.deepcopy(value) for name, value in states.items() if not _is_as_long(value, span.tensor)}
 
-    def read(self, span: UpdateSpan, piece: Piece) -> dict[str, Any]:
+    def read(self, span: UpdateSpan, piece: Piece, *, with_master: bool = True) -> dict[str, Any]:
         """Return the states of one piece of a span, in memory, with the master where parameters are rounded."""
         states = self.scalar_states(span)
         tensors = self.long_states(span)
-        if span.shard.master.dtype != self.flat.dtype:
+        if with_master and span.shard.master.dtype != self.flat.dtype:
             tensors[MASTER] = (span.shard.master, span.shard.start)
         for name, (tensor, origin) in tensors.items():
             states[name] = tensor.read(piece.place_from(origin))

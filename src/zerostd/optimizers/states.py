@@ -40,7 +40,7 @@ def save_states(updater: Updater, gradients: Gradients) -> dict[str, Any]:
                 continue  # taken out of param_groups
             number = numbers[parameter]
             intervals[number] = _interval(places)
-            states = _read(spans, places)
+            states = _read(spans, places, with_master=True)
             if states:
                 saved[number] = {key: _shaped(value, parameter) for key, value in states.items()}
     groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in updater.user_groups]
@@ -56,9 +56,9 @@ def _interval(places: Places) -> tuple[int, int]:
     return places[0][1].start, places[-1][1].stop
 
 
-def _read(spans: UpdateSpans, places: Places) -> States:
+def _read(spans: UpdateSpans, places: Places, *, with_master: bool = False) -> States:
     """Return the states of one parameter: views of long ones, end to end; copies of scalar ones in the first place."""
-    parts = [spans.read(span, piece) for span, piece in places]
+    parts = [spans.read(span, piece, with_master=with_master) for span, piece in places]
     if len(parts) == 1:
         return parts[0]
     return {
@@ -161,8 +161,6 @@ def take_states(updater: Updater, flat: Flat) -> dict[nn.Parameter, States]:
     """Return the states of one flat, long ones where they are, and forget them. The master is the flat's."""
     spans = updater.spans[flat]
     saved = {parameter: _read(spans, places) for parameter, places in spans.by_parameter().items()}
-    for states in saved.values():
-        states.pop(MASTER, None)
     _forget(updater, flat)
     return saved
 
@@ -233,7 +231,6 @@ def read_states(spans: UpdateSpans, index: int) -> tuple[tuple[int, int], States
     if not places:
         return (0, 0), {}
     states = _read(spans, places)
-    states.pop(MASTER, None)
     return _interval(places), {
         key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         for key, value in states.items()

@@ -20,7 +20,7 @@ from zerostd.parameters.gradient import Gradient, HostGradientCopy
 from zerostd.parameters.host_gradient import HostGradient
 from zerostd.parameters.passing_gradient import PassingGradient
 from zerostd.parameters.secondary import SecondaryShard
-from zerostd.parameters.state_shard import CodedTensor, StateShard
+from zerostd.parameters.state_shard import HIGH, LOW, CodedTensor, StateShard
 from zerostd.policy import Kind, Route, Tier
 from zerostd.preparing.homes import Columns, FlatPlan
 from zerostd.sharding import Portion
@@ -74,13 +74,9 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) 
     give_back = allocator.exchange(plan.owner, Kind.OPTIMIZER_STATES, arenas)
     flat.state_shards = tuple(_make_shard(plan, portion, allocator) for portion in plan.portions)
     flat.share_masters()
-    for shard in (shard for shard in flat.state_shards if shard.is_split or not shard.holds_parameters):
+    for shard in flat.state_shards:
         for old in before:
-            start = max(old.start, shard.start)
-            stop = min(old.stop, shard.stop)
-            if start < stop:
-                values = old.master.read(slice(start - old.start, stop - old.start))
-                shard.master.write(slice(start - shard.start, stop - shard.start), values)
+            _copy_master(old, shard)
     assert flat.gradient is not None
     if flat.gradient.tier is plan.gradients:
         flat.gradient.change_host_copy(_make_host_copy(plan, resources))
@@ -88,6 +84,22 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) 
         flat.gradient.close()
         flat.gradient = _make_gradient(plan, resources)
     return give_back
+
+
+def _copy_master(old: StateShard, shard: StateShard) -> None:
+    """Copy the part of an old shard's master that lies in a new one. Split masters are copied half by half, because
+    joining them on the host takes longer than the copy. The half that the parameters hold stays where it is."""
+    start = max(old.start, shard.start)
+    stop = min(old.stop, shard.stop)
+    if start >= stop or (shard.holds_parameters and not shard.is_split):
+        return
+    source = slice(start - old.start, stop - old.start)
+    target = slice(start - shard.start, stop - shard.start)
+    if not (old.is_split and shard.is_split):
+        shard.master.write(target, old.master.read(source))
+        return
+    for name in (LOW,) if shard.holds_parameters else (HIGH, LOW):
+        shard.tensors[name].write(target, old.tensors[name].read(source))
 
 
 def make_masters(flat: Flat, plan: FlatPlan, resources: Resources) -> None:

@@ -7,8 +7,8 @@
                           under the previous plan, that plan is restored. Room for other programs, or for a larger
                           batch, is made at once
 
-Everything happens before a forward, when there are no gradients; states move a few groups at a time. All ranks watch
-the same steps and obey one plan.
+Decisions are made before a forward, when there are no gradients. States move a few groups at a time, before the
+backward passes that follow. All ranks watch the same steps and obey one plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerostd.replanning.watching import EVERY, ClipCounter, Pace, RankReport, St
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
-MOVED_RATE = 1e9  # bytes that may move before a step, for each second of it: at 5 GB/s they take a fifth
+MOVED_RATE = 2.5e9  # bytes that may move in a step, for each second of it: at 25 GB/s they take a tenth
 
 log = logging.getLogger("zerostd")
 
@@ -85,6 +85,11 @@ class Adapter(StepObserver):
         self.meter.begin_pass()
         self._follow_input()
 
+    def before_backward(self) -> None:
+        """Called when a backward pass begins: updates are done, since forward needed the parameters."""
+        if self._moving is not None and not self._moving.is_done and not self._has_gradients:
+            self._moving.advance()
+
     def after_backward(self) -> None:
         """Called when a backward pass has ended, before the first step makes states, which hide what the pass took."""
         if self.plan.is_untried:
@@ -105,7 +110,8 @@ class Adapter(StepObserver):
         if self.plan.is_untried:
             self._place()
         elif self._moving is not None:
-            self._advance()
+            if self._moving.is_done:
+                self._end_move()
         elif self._watch is not None:
             self._look()
         elif self._ranking is not None and step % EVERY:
@@ -326,29 +332,21 @@ class Adapter(StepObserver):
         self._start(plan)
 
     def _start(self, plan: Plan) -> None:
-        """Begin to obey a plan; states move in the steps to come."""
-        self._moving = HomeMove(self.runtime, plan)
-        self._moving.take_ahead(self._most_bytes)
-        if self._moving.is_done:
-            self._end_move()
-
-    @property
-    def _most_bytes(self) -> float:
-        """The bytes that may move before one step: the same on all ranks."""
+        """Begin to obey a plan; states move in this step and those to come."""
         step_s = self._seen.step_s if self._seen is not None else 0.0
         slowest_s: float = max(self.runtime.gatherer.control.collect(step_s))
-        return MOVED_RATE * slowest_s
-
-    def _advance(self) -> None:
-        assert self._moving is not None
-        self._moving.advance(self._most_bytes)
+        self._moving = HomeMove(self.runtime, plan, MOVED_RATE * slowest_s)
+        self._moving.take_ahead()
         if self._moving.is_done:
             self._end_move()
 
     def _end_move(self) -> None:
+        assert self._moving is not None
+        self._moving.finish()
         self._moving = None
         self._room.recompute()
-        self.meter.give_cache_back()  # what was given up is there for others
+        if self._trials is None:  # else the next candidate takes it
+            self.meter.give_cache_back()  # what was given up is there for others
         self.meter.reset()
         self._pace.restart()
         if self._trials is not None:
@@ -361,7 +359,7 @@ class Adapter(StepObserver):
         if self._has_gradients:
             return False
         if self._moving is not None:
-            self._moving.advance()
+            self._moving.move_all()
             self._end_move()
         seen = report.seen
         if report.why_short and Tier.DEVICE in report.room:  # it needs more room, and still more if that was too little
@@ -383,9 +381,9 @@ class Adapter(StepObserver):
             "the plan no longer fits and is revised after step %d (%s)\n%s", self._pace.step, reason, plan.explain()
         )
         self.meter.give_cache_back()  # so that what moves does not lie in the blocks of activations
-        move = HomeMove(self.runtime, plan)
-        move.advance()
-        self.revisions.append(Revision(self._pace.step, reason, tuple(move.names), plan))
+        self._moving = HomeMove(self.runtime, plan)
+        self._moving.move_all()
+        self.revisions.append(Revision(self._pace.step, reason, tuple(self._moving.names), plan))
         self._end_move()
         return True
 

@@ -1,15 +1,20 @@
-"""Another plan during training: before each forward, states and gradients of a few groups move to other homes, so no
-step waits for gigabytes. Parameters do not move. No value changes by a bit.
+"""Another plan during training: in each step, states and gradients of a few groups move to other homes, so no step
+waits for gigabytes. Parameters do not move. No value changes by a bit.
 
-A thread allocates memory off the device in advance for the groups that move next. Their states then go straight from
-the old place to the new one. Updates of the other groups continue meanwhile.
+    beginning     a thread allocates memory off the device for the groups that move first
+    each step     their states go straight from the old place to the new one. The thread frees the old memory, and
+                  allocates for the groups that move next
+    end           groups handle their activations as the new plan says, before a forward
+
+A good moment is the beginning of backward. Forward has needed all parameters, so their updates are done, and nothing
+has to be waited for. Before a forward, a group's update may not even have begun.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +40,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     """Obey another plan from the next step on, and return the names of the groups that moved. Every rank must call it,
     between two backward passes; where gradients move, after optimizer.zero_grad()."""
     change = HomeMove(runtime, plan)
-    change.advance()
+    change.move_all()
     return change.names
 
 
@@ -118,10 +123,12 @@ def _in_order(
 
 
 class HomeMove:
-    """A change of plan that is under way. Every rank makes the same one, and advances it before the same forward."""
+    """A change of plan that is under way. Every rank makes the same one, and advances it in the same steps: before a
+    forward or before a backward."""
 
-    def __init__(self, runtime: Runtime, plan: Plan) -> None:
+    def __init__(self, runtime: Runtime, plan: Plan, most_bytes: float = math.inf) -> None:
         settings = _obeying(runtime, plan)
+        self.most_bytes = most_bytes  # that move at once
         self._runtime = runtime
         self._limits = plan.limits
         changes = _changes(runtime, settings)
@@ -181,9 +188,10 @@ class HomeMove:
 
     @property
     def is_done(self) -> bool:
+        """Whether all states have moved: `finish` is next."""
         return not self._left and not self._next
 
-    def take_ahead(self, most_bytes: float = math.inf) -> None:
+    def take_ahead(self) -> None:
         """Let a thread allocate memory for the flats that move next, up to `most_bytes` or the limits; at least one."""
         total = 0
         held = Counter(self._runtime.ledger.held)
@@ -191,7 +199,7 @@ class HomeMove:
             taken, _ = self._left[0].sizes
             held.update(taken)
             total += self._left[0].num_bytes
-            passes = total > most_bytes or any(held[tier] > self._limits.get(tier, math.inf) for tier in taken)
+            passes = total > self.most_bytes or any(held[tier] > self._limits.get(tier, math.inf) for tier in taken)
             if self._next and passes:
                 break
             self._next.append(self._left.pop(0))
@@ -202,32 +210,46 @@ class HomeMove:
             for change in taking:
                 change.arenas = reserve_states(change.wanted, allocator)
 
+        self._taken = self._do_aside(take) if taking else Done()
+
+    def _do_aside(self, job: Callable[[], None]) -> Transfer:
+        """Do a job in the thread, after those before it, or here where a thread could hold up collectives."""
         if self._is_aside:
-            self._taken = self._worker.submit(take) if taking else Done()
-        else:
-            take()
+            return self._worker.submit(job)
+        job()
+        return Done()
+
+    def move_all(self) -> None:
+        """Move everything that is left, and finish; before a forward."""
+        self.most_bytes = math.inf
+        while not self.is_done:
+            self.advance()
+        self.finish()
 
     @torch.no_grad()
-    def advance(self, most_bytes: float = math.inf) -> int:
+    def advance(self) -> int:
         """Move the groups whose memory was taken, and return the number of bytes. Then take memory for those that are
-        next. Without a limit, all remaining groups move at once."""
+        next."""
         self._check()
         if not self._next:
-            self.take_ahead(most_bytes)
-        moved = 0
-        while self._next:
-            self._taken.wait()
-            moving = self._next
-            self._next = []
-            for change in moving:
-                self._move(change)
-            moved += sum(change.num_bytes for change in moving)
-            if math.isinf(most_bytes):
-                self.take_ahead()
+            self.take_ahead()
+        self._taken.wait()
+        moving = self._next
+        self._next = []
+        for change in moving:
+            self._move(change)
         self._renew()
         if self._left:
-            self.take_ahead(most_bytes)
-        return moved
+            self.take_ahead()
+        return sum(change.num_bytes for change in moving)
+
+    def finish(self) -> None:
+        """Let groups handle their activations as the new plan says, when all states have moved; before a forward."""
+        if self._is_aside:
+            self._worker.drain()
+        if self._ways is not None:
+            self._runtime.backward.activations.change(self._ways)
+            self._runtime.hooks.renew()
 
     def _move(self, change: _Change) -> None:
         optimizer = self._runtime.optimizer
@@ -244,7 +266,7 @@ class HomeMove:
         give_back = move_flat(change.flat, change.wanted, self._runtime.resources, change.arenas)
         replace_states(updater, change.flat, states)
         del states
-        give_back()
+        self._do_aside(give_back)
 
     def _renew(self) -> None:
         """Let updates and hooks follow the flats that moved."""
@@ -262,8 +284,6 @@ class HomeMove:
             offload = None
         updater.moved(offload)
         begin_backward_updates(runtime, optimizer)
-        if self.is_done and self._ways is not None:
-            runtime.backward.activations.change(self._ways)
         runtime.hooks.renew()
         runtime.backward.order_is_learnt = False
 

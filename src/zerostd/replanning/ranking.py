@@ -1,10 +1,17 @@
-"""Candidates, ranked by the planner on the first rank. Ranking takes seconds, so with an accelerator a thread does it
-beside the next steps. If the CPU is the device, a thread would take cores from these steps."""
+"""Candidates, ranked by the planner on the first rank. Ranking takes seconds, so with an accelerator it is done beside
+the next steps, in another process: a thread would keep Python's lock from the loop, which launches kernels. If the CPU
+is the device, it would take cores from these steps."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -12,11 +19,16 @@ from zerostd.compat import no_torch_function
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
+from zerostd.monitoring.decoding import decode
 from zerostd.planning import Plan
 from zerostd.policy import Tier
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.watching import RankReport
 from zerostd.tiers import Done, Transfer, Worker
+
+NICENESS = 10  # of the other process: steps come first
+
+Search = Callable[[], tuple[Plan, list[Plan]]]  # returns the present plan as it was observed, and others
 
 log = logging.getLogger("zerostd")
 
@@ -45,19 +57,24 @@ class Ranking:
             self._warn(error)
             return
 
-        def search() -> None:
-            try:
-                with no_torch_function():  # the shapes of released parameters are asked for, never their values
-                    present, others = self._search.revise(limits, machine, self.report.seen, speculates=speculates)
-                self._plans = [present, *others]
-            except PrepareError as error:
-                self._warn(error)
+        if world.rank != 0:
+            return
+        is_aside = is_aside and world.node_size == 1  # the ranks of a node are known by its channels
+        with no_torch_function():  # the shapes of released parameters are asked for, never their values
+            search = self._search.on_paper() if is_aside else self._search
+            revise = partial(search.revise, limits, machine, self.report.seen, speculates=speculates)
+            if is_aside:
+                self._worker = Worker("the search for candidates", world.device)
+                self._work = self._worker.submit(partial(self._find, partial(in_process, revise)))
+            else:
+                self._find(revise)
 
-        if world.rank == 0 and is_aside:
-            self._worker = Worker("the search for candidates", world.device)
-            self._work = self._worker.submit(search)
-        elif world.rank == 0:
-            search()
+    def _find(self, search: Search) -> None:
+        try:
+            present, others = search()
+            self._plans = [present, *others]
+        except (PrepareError, OSError, subprocess.SubprocessError) as error:
+            self._warn(error)
 
     def _warn(self, error: Exception) -> None:
         step = self._runtime.backward.passes.num_steps
@@ -72,3 +89,32 @@ class Ranking:
         self._work.wait()
         plans: list[Plan] = self._runtime.gatherer.control.collect(self._plans)[0]
         return (plans[0], plans[1:]) if plans else (None, [])
+
+
+def in_process(search: Search) -> tuple[Plan, list[Plan]]:
+    """Call a search in another process, which sees no accelerator; return its result, or raise its error."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", f"import sys; sys.stdout = sys.stderr; from {__name__} import answer; answer()"]
+    ended = subprocess.run(command, input=pickle.dumps(search), capture_output=True, env=environment)
+    if ended.returncode:
+        last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise subprocess.SubprocessError(f"the process that ranks plans ended with {ended.returncode}: {last}")
+    refusal, *plans = decode(ended.stdout, list[str], what="the ranked plans", error=PrepareError)
+    if refusal:
+        raise PrepareError(refusal)
+    present, *others = map(Plan.from_json, plans)
+    return present, others
+
+
+def answer() -> None:
+    """Make the search that `in_process` sends through stdin. Write its refusal and its plans to the real stdout."""
+    os.nice(NICENESS)
+    torch.set_num_threads(1)
+    search: Search = pickle.load(sys.stdin.buffer)
+    try:
+        present, others = search()
+        result = ["", *(plan.to_json() for plan in (present, *others))]
+    except PrepareError as error:
+        result = [str(error)]
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(json.dumps(result))

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from zerostd.monitoring.texts import percent_text
 from zerostd.planning import Plan, Trial
-from zerostd.policy import Route, Tier
+from zerostd.policy import Route, Tier, Way
 
 MOST_TRIED = 3  # candidates beside the present plan
 MOST_LONGER = 1.3  # times the shortest predicted step: what is longer is not tried
+ALIKE = 0.15  # of all groups: plans that differ in fewer tell nothing new
+SCRAP = 0.005  # of a group's states
 WORTH_KEEPING = 0.02  # of a step, that a candidate must save: seconds of one plan differ by as much
 
 
@@ -34,7 +36,7 @@ class Trials:
         shortest_s = min((plan.predicted.step_s or 0.0 for plan in candidates), default=0.0)
         self._left: list[Plan] = []
         for plan in candidates:
-            is_new = all(not is_same(plan, other) for other in (present, *self._left))
+            is_new = not any(_is_told_by(other, plan) for other in (present, *self._left))
             if is_new and (plan.predicted.step_s or 0.0) <= MOST_LONGER * shortest_s:
                 self._left.append(plan)
         self._left = self._left[:MOST_TRIED]
@@ -63,6 +65,36 @@ class Trials:
 def is_same(plan: Plan, other: Plan) -> bool:
     """Return whether two plans place everything alike."""
     return (plan.homes, plan.activations, plan.speculate) == (other.homes, other.activations, other.speculate)
+
+
+def _is_told_by(other: Plan, plan: Plan) -> bool:
+    """Return whether steps with another plan tell what a plan would take: they differ a little in amounts, and the plan
+    is not predicted to be faster."""
+    if _kind_of(plan) != _kind_of(other):
+        return False
+    if (plan.predicted.step_s or 0.0) < (other.predicted.step_s or 0.0) * (1 - WORTH_KEEPING):
+        return False
+    return all(abs(part - same) <= ALIKE for part, same in zip(_parts_of(plan), _parts_of(other), strict=True))
+
+
+def _kind_of(plan: Plan) -> tuple[object, ...]:
+    """Return the tiers and ways that a plan uses."""
+    homes = plan.homes.values()
+    parameters = {home.parameters for home in homes}
+    states = {tier for home in homes for tier, _, part in home.states if part > SCRAP}
+    return parameters, {home.gradients for home in homes}, states, set(plan.activations.values()), plan.speculate
+
+
+def _parts_of(plan: Plan) -> tuple[float, ...]:
+    """Return parts of the groups: of states off the device, of these by the CPU, of gradients off, of activations."""
+    homes = list(plan.homes.values())
+    off = sum(part for home in homes for tier, _, part in home.states if tier is not Tier.DEVICE)
+    by_cpu = sum(part for home in homes for _, route, part in home.states if route is Route.CPU)
+    gradients = sum(home.gradients is not Tier.DEVICE for home in homes)
+    keeps = sum(way == Way.DEVICE.in_plan for way in plan.activations.values())
+    num_groups = max(1, len(homes))
+    num_ways = max(1, len(plan.activations))
+    return off / num_groups, by_cpu / off if off else 0.0, gradients / num_groups, keeps / num_ways
 
 
 def name_of(plan: Plan) -> str:
