@@ -28,8 +28,7 @@ from zerostd.parameters.state_shard import LOW, MASTER, StateShard
 from zerostd.policy import Kind, Tier, limit_of
 from zerostd.scheduling.access import not_writable
 from zerostd.tiers import AllOf, Streams, TierTensor, Transfer, Worker, record_event
-from zerostd.tiers.host import PAGE, padded
-from zerostd.tiers.limits import check_host
+from zerostd.tiers.host import PAGE, check_host, padded
 
 TILE_NUMEL = 1 << 20  # elements that are read at once from another tier
 READ_ONLY = "average.applied(), where changes of parameters would be lost: make them outside the context"

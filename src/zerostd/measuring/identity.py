@@ -13,7 +13,8 @@ from torch import nn
 from zerostd.communication.world import thread_budget
 from zerostd.errors import PrepareError
 from zerostd.planning.profiles import MachineProfile
-from zerostd.tiers.limits import check_disk, free_disk, free_host
+from zerostd.tiers.host import free_host
+from zerostd.tiers.scratch_files import check_disk, free_disk
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:

@@ -59,8 +59,8 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.scheduling.saved_storage import ActivationCopies
 from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
-from zerostd.tiers.host import Host
-from zerostd.tiers.limits import check_disk, check_host
+from zerostd.tiers.host import Host, check_host
+from zerostd.tiers.scratch_files import check_disk
 
 
 @contextlib.contextmanager
