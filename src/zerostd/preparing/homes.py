@@ -20,7 +20,7 @@ from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards, splits_masters
 from zerostd.sharding import Layout, Portion, make_layout
-from zerostd.sharding.portions import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
+from zerostd.sharding.layout import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
 from zerostd.tiers.host import padded
 
 log = logging.getLogger("zerostd")
