@@ -3,6 +3,7 @@
 saving.py     prepared model -> checkpoint                loading.py  checkpoint -> prepared model
 importing.py  ordinary model files -> prepared model      storage/    the files
 dcp.py        to torch.distributed.checkpoint's format, and from there
-model_parts.py  what of a model is saved, by name, and its generators
+modules.py    what modules save beside parameters       generators.py  random generators
+full_state.py whole parameters, and the state_dict
 releasing.py  prepared model -> ordinary model
 """

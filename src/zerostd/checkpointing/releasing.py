@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from zerostd.checkpointing.model_parts import full_values
+from zerostd.checkpointing.full_state import full_values
 from zerostd.checkpointing.saving import finish_saves
 from zerostd.engine.runtime import Runtime
 

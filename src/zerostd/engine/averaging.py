@@ -19,10 +19,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from zerostd.engine.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import MisuseError, PrepareError, check_flag, is_number, is_whole
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.state_shard import LOW, MASTER, StateShard
 from zerostd.policy import Kind, Tier, limit_of
@@ -100,7 +100,7 @@ class Average(StepObserver):
 
     @property
     def _flats(self) -> list[Flat]:
-        return [flat for group in self._runtime.groups for flat in group.trainable if flat.layout.numel]
+        return [flat for flat in self._runtime.trained_flats if flat.layout.numel]
 
     def _shards_of(self, group: Group) -> Iterator[tuple[StateShard, TierTensor]]:
         """Yield the state shards of a group, each with its part of the average."""

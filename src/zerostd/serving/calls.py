@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from zerostd.checkpointing.full_state import check_rank, full_state
+from zerostd.checkpointing.generators import other_states, restore_others
 from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.model_parts import buffers_of, check_rank, full_state, other_states, restore_others
+from zerostd.checkpointing.modules import buffers_of
 from zerostd.checkpointing.releasing import release_model
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import Saving
@@ -48,7 +50,7 @@ class ServedSteps(StepObserver):
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        flats = [flat for group in runtime.groups for flat in group.trainable]
+        flats = runtime.trained_flats
         self._numbers = {flat: number for number, flat in enumerate(flats)}
 
     def after_step(self) -> None:
