@@ -7,7 +7,7 @@ update slices of it: then every rank must read them. What is written goes to thi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from zerostd.errors import MisuseError
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.states import States, has_states, parameters_with_states, read_states, write_states
 from zerostd.optimizers.updater import Updater
-from zerostd.parameters.lending import lend
+from zerostd.parameters.lending import CopySource, lend
 
 
 class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
@@ -138,9 +138,10 @@ class ParameterState(MutableMapping[str, Any]):
         self._parameter = parameter
 
     def __getitem__(self, name: str) -> Any:
-        source = _StateSource(self, name)
-        value = source.read()
-        return lend(source, value) if isinstance(value, torch.Tensor) and not is_dtensor(value) else value
+        value = self.read()[name]
+        if not isinstance(value, torch.Tensor) or is_dtensor(value):
+            return value
+        return lend(CopySource(lambda: self.read()[name], partial(self.__setitem__, name)), value)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._states.write(self._parameter, {**self.read(), name: value})
@@ -162,20 +163,3 @@ class ParameterState(MutableMapping[str, Any]):
     def read(self) -> States:
         """Return all of them, as copies."""
         return self._states.read(self._parameter)
-
-
-@dataclass(frozen=True)
-class _StateSource:
-    """One state of one parameter."""
-
-    state: ParameterState
-    name: str
-
-    def read(self) -> Any:
-        return self.state.read()[self.name]
-
-    def write(self, whole: torch.Tensor) -> None:
-        self.state[self.name] = whole
-
-    def forget(self) -> None:
-        """Do nothing: `read` returns a copy each time."""
