@@ -13,8 +13,8 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 38_251  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, packing
-MOST_LINES_IN_CORE = 17_704  # 9,990 before those
+MOST_LINES = 38_278  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, packing
+MOST_LINES_IN_CORE = 17_732  # 9,990 before those
 MOST_CLASSES = 296  # 225 before those
 
 # Habits that give way.

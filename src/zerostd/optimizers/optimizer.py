@@ -142,8 +142,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._threads(), explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
             options = self._update(factor)
-            self.updater.give_back()
-            self.updater.count_states()
+            self.updater.resident.end_step()
         if "serial" in DEBUG or self.updater.counts_in_groups:
             self.synchronize()
         if options is not None:

@@ -142,7 +142,7 @@ def _check_keys(updater: Updater, parameter: nn.Parameter, states: States) -> No
 @torch.no_grad()
 def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
     """Fill the spans with states by parameter, each either whole or just this rank's interval of it."""
-    updater.state.clear()
+    updater.resident.state.clear()
     saved = dict(saved)
     long_names = {*updater.states, MASTER}
     for parameter in [parameter for parameter in saved if not parameter.dim()]:  # long states look like scalar ones
@@ -175,7 +175,7 @@ def replace_states(updater: Updater, flat: Flat, saved: Mapping[nn.Parameter, St
 def _forget(updater: Updater, flat: Flat) -> None:
     for span in updater.spans[flat]:
         if span.tensor is not None:
-            updater.state.pop(span.tensor, None)
+            updater.resident.state.pop(span.tensor, None)
 
 
 def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, States]) -> None:
@@ -256,9 +256,9 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
         device = value.device if span.tensor is not None else torch.device("cpu")
         by_torch = span.shard.route is not Route.CPU and not span.shard.is_coded
         if (options.get("fused") or options.get("capturable")) and by_torch:
-            device = updater.scratch.device
+            device = updater.resident.device
         value = value.to(device, copy=True)
     if span.tensor is not None:
-        updater.state[span.tensor][key] = value
+        updater.resident.state[span.tensor][key] = value
     else:
         span.scalars = {**(span.scalars or {}), key: value}

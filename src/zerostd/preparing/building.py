@@ -26,11 +26,10 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.identity import device_of
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.texts import size_text
-from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.states import put_states
-from zerostd.optimizers.updater import Updater
+from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
