@@ -16,8 +16,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from zerostd.checkpointing.loading import load_from
-from zerostd.checkpointing.modules import extra_states, named_tensors
-from zerostd.checkpointing.saving import add_save, check_call, finish_saves, records_of
+from zerostd.checkpointing.saving import add_save, check_call, extra_states, finish_saves, records_of
 from zerostd.checkpointing.storage import PendingSave
 from zerostd.checkpointing.storage.dcp_files import (
     AVERAGES,
@@ -39,6 +38,7 @@ from zerostd.engine.intervals import SavedInterval, scalar_states
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError, check_flag
 from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.parameters.blueprints import named_tensors
 
 log = logging.getLogger("zerostd")
 

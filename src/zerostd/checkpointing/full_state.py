@@ -1,4 +1,5 @@
-"""Give a prepared model's whole parameters: group by group, or as an ordinary state_dict on host memory."""
+"""Give a prepared model's whole parameters: as an ordinary state_dict on host memory, or back to the model, of which
+`zerostd.release` removes everything of zerostd."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostd.checkpointing.saving import finish_saves
 from zerostd.communication import World
 from zerostd.communication.dtensors import Spec
 from zerostd.engine.runtime import Runtime
@@ -67,3 +69,29 @@ def check_rank(rank: int | None, world: World) -> None:
     """Refuse a rank for `full_state_dict` that is none of the world's."""
     if rank is not None and (not isinstance(rank, int) or rank not in range(world.size)):
         raise MisuseError(f"full_state_dict(rank={rank!r}): use 0 to {world.size - 1}, or None for all")
+
+
+@torch.no_grad()
+def release_model(runtime: Runtime) -> None:
+    """Make the model an ordinary one again, with parameters in the dtypes they had."""
+    with runtime.turn:
+        runtime.wait_gradients()
+        runtime.gradients.check_unlocked("zerostd.release()")
+        runtime.gatherer.control.confirm("zerostd.release()")
+        finish_saves(runtime)
+        runtime.hooks.remove()
+        runtime.guards.remove()
+        runtime.finish_updates()
+        values = {p: value.clone() for group in runtime.groups for p, value in full_values(runtime, group)}
+        runtime.access.remove()
+        for group in runtime.groups:
+            for flat in group.flats:
+                for index, parameter in enumerate(flat.parameters):
+                    flat.set_values(index, values.pop(parameter))
+        for parameter in runtime.model.parameters():
+            parameter.grad = None
+        if runtime.late_optimizer is not None:
+            runtime.late_optimizer.end()
+        if runtime.optimizer is not None:
+            runtime.optimizer.retire()
+        runtime.disown()

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.loading import load_in_two_phases
-from zerostd.checkpointing.modules import buffers_of, named_tensors
 from zerostd.checkpointing.storage.directory import MANIFEST
 from zerostd.checkpointing.storage.reading import copy_shared
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader
@@ -31,6 +30,7 @@ from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode, read_document
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
+from zerostd.parameters.blueprints import buffers_of, named_tensors
 from zerostd.sharding.boxes import Stretch
 
 BLOCK = 4 << 20  # bytes read at a time
@@ -51,6 +51,7 @@ log = logging.getLogger("zerostd")
 @torch.no_grad()
 def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
     """Load ordinary files. All ranks call it. Nothing is changed unless all fits; optimizer states stay."""
+    runtime.world.check_here("zerostd.load() of an ordinary model")
     readers: dict[str, TensorReader] = {}
 
     def check(files: ExitStack) -> dict[str, str]:

@@ -17,8 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from zerostd.checkpointing.generators import generator_entries, restore_functions
-from zerostd.checkpointing.modules import buffers_of, modules_with_own
-from zerostd.checkpointing.saving import check_call, describe_optimizer
+from zerostd.checkpointing.saving import check_call, describe_optimizer, modules_with_own
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
@@ -32,6 +31,7 @@ from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.states import replace_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
+from zerostd.parameters.blueprints import buffers_of
 from zerostd.parameters.state_shard import OF_MASTER
 from zerostd.sharding.boxes import Stretch
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from zerostd.checkpointing.generators import generator_records, other_states
-from zerostd.checkpointing.modules import buffers_of, extra_states, named_tensors
 from zerostd.checkpointing.storage import Manifest, PendingSave, Saving
 from zerostd.checkpointing.storage.manifest import (
     OptimizerEntry,
     OptimizerGroup,
+    StoreTensor,
     TensorEntry,
     dtype_name,
     encode_value,
@@ -36,9 +37,10 @@ from zerostd.engine.intervals import (
     value_intervals,
 )
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import CheckpointError, MisuseError, is_whole
+from zerostd.errors import CheckpointError, MisuseError, check_flag, is_whole
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.parameters import Flat, Group
+from zerostd.parameters.blueprints import buffers_of, named_tensors
 from zerostd.parameters.state_shard import SplitTensor
 
 
@@ -55,6 +57,8 @@ def save_checkpoint(
 ) -> Saving:
     """Save; without `wait`, start to save. All ranks call it. In the middle of a step it always waits: the next pass
     would add to the gradients."""
+    check_flag("wait", wait, CheckpointError)
+    check_flag("frozen", frozen, CheckpointError)
     if keep is not None and not is_whole(keep, 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     check_call(runtime, optimizer, "save")
@@ -241,6 +245,25 @@ def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[Tensor
         )
         for record in records
     )
+
+
+def extra_states(model: nn.Module, store: StoreTensor) -> dict[str, Any]:
+    """Return what modules give in `get_extra_state`, by name, as JSON; `store` takes the tensors in it."""
+    states: dict[str, Any] = {}
+    for name, module in modules_with_own(model, "get_extra_state").items():
+        where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
+        try:
+            state = module.get_extra_state()
+        except Exception as error:  # whatever the user's code raises
+            raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
+        states[name] = encode_value(state, store, where)
+    return states
+
+
+def modules_with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:
+    """Return the modules that override a method of nn.Module, by name."""
+    inherited = getattr(nn.Module, method)
+    return {name: module for name, module in model.named_modules() if getattr(type(module), method) is not inherited}
 
 
 def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerEntry:

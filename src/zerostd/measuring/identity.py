@@ -42,7 +42,9 @@ def device_for(model: nn.Module, machine: MachineProfile | None) -> torch.device
     if machine is None:
         return device_of(model)
     if not isinstance(machine, MachineProfile):
-        raise PrepareError(f"machine={machine!r} must be a zerostd.MachineProfile; leave it out for this machine")
+        raise PrepareError(
+            f"machine={type(machine).__name__} must be a zerostd.MachineProfile; leave it out to plan for this machine"
+        )
     return torch.device("cpu" if machine.link is None else "cuda")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerostd.communication import Control
-from zerostd.communication.dtensors import Spec, is_dtensor
+from zerostd.communication.dtensors import is_dtensor
 from zerostd.errors import MisuseError
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.states import States, has_states, parameters_with_states, read_states, write_states
@@ -73,9 +73,8 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
     def _synchronize(self) -> None:
         """Wait for running updates; raise if one has failed, or has begun inside backward."""
         self._gradients.check_unlocked("optimizer.state")
-        if self._updater.offload is not None:
-            self._updater.offload.check()
-            self._updater.offload.drain()
+        self._updater.check()
+        self._updater.drain()
 
     def read(self, parameter: nn.Parameter) -> States:
         """Return the states of one parameter, whole, as copies. Every rank must call it."""
@@ -92,7 +91,10 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         shape = flat.layout.intervals[index].shape
         states |= {n: value.to(device).reshape(shape) for n, value in states.items() if n in self._updater.states}
         spec = flat.specs[index]
-        return states if spec is None else {n: _wrapped(value, spec, shape) for n, value in states.items()}
+        if spec is not None:
+            local = {n: v for n, v in states.items() if isinstance(v, torch.Tensor) and tuple(v.shape) == shape}
+            states |= {name: spec.wrap(value) for name, value in local.items()}
+        return states
 
     def write(self, parameter: nn.Parameter, states: States) -> None:
         """Set the states of one parameter."""
@@ -113,11 +115,6 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         flat, index = self._places[parameter]
         states |= {name: flat.local(index, v).to(dtypes[name]) for name, v in states.items() if name in dtypes}
         write_states(self._updater, self._updater.spans[flat], index, states)
-
-
-def _wrapped(value: Any, spec: Spec, shape: tuple[int, ...]) -> Any:
-    """Return a state of the local shape as a DTensor, and other states unchanged."""
-    return spec.wrap(value) if isinstance(value, torch.Tensor) and tuple(value.shape) == shape else value
 
 
 def _join(parts: list[States]) -> States:

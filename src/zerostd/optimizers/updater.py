@@ -210,11 +210,20 @@ class Updater:
                 "shards are already laid out. Put all parameters into the optimizer before zerostd.prepare; use lr=0 "
                 "for parameters that should train later"
             )
-        if self.offload is not None:
-            self.offload.drain()
+        self.drain()
         self._note_members()
         for flat, spans in self.spans.items():
             spans.regroup([self.param_group_of.get(p) for p in flat.parameters])
+
+    def check(self) -> None:
+        """Raise if an update off the device has failed."""
+        if self.offload is not None:
+            self.offload.check()
+
+    def drain(self) -> None:
+        """Return when every update so far is done; raise if one failed."""
+        if self.offload is not None:
+            self.offload.drain()
 
     def moved(self, offload: OffloadUpdater | None) -> None:
         """Continue with states that have moved."""

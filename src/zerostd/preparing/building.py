@@ -64,7 +64,7 @@ from zerostd.tiers.scratch_files import check_disk
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Pause Python's collector. Stop the garbage collector meanwhile: it would scan objects in use again and again."""
+    """Stop the garbage collector meanwhile: it would scan objects in use again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

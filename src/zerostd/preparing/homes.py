@@ -70,11 +70,6 @@ class Rules:
         return max((moment.block for moment in self.moments.values()), default=1)
 
     @property
-    def packs_parameters(self) -> bool:
-        """Whether frozen parameters are packed on disk."""
-        return "parameters" in self.placement.codec
-
-    @property
     def keeps_whole_gradients(self) -> bool:
         """Whether gradients have a buffer for all of them, to be reduced in place."""
         return bool(self.num_servers) or (self.size > 1 and not self.shards(Kind.GRADIENTS))
@@ -147,7 +142,8 @@ class FlatPlan:
     @property
     def packed_bytes(self) -> int:
         """The bytes of a number as which parameters are packed; 0 if they are kept as they are."""
-        is_packed = self.rules.packs_parameters and not self.is_trained and self.parameters is Tier.DISK
+        has_codec = "parameters" in self.rules.placement.codec
+        is_packed = has_codec and not self.is_trained and self.parameters is Tier.DISK
         return self.dtype.itemsize if is_packed and self.dtype.itemsize in PACKED else 0
 
     @property

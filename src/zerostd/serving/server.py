@@ -16,7 +16,6 @@ import torch
 
 from zerostd.checkpointing.full_state import full_state
 from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.modules import buffers_of
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.communication.link import PARAMETERS, Message
@@ -29,6 +28,7 @@ from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.spans import snapshot
 from zerostd.parameters import Flat
+from zerostd.parameters.blueprints import buffers_of
 from zerostd.parameters.prepared import GRAD
 
 
