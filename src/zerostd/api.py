@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.importing import import_model, is_model
+from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.checkpointing.storage.remote import RemotePath, place_of
@@ -23,7 +24,7 @@ from zerostd.communication.world import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
-from zerostd.errors import MisuseError, PrepareError, check_flag
+from zerostd.errors import MisuseError, check_flag
 from zerostd.measuring.identity import device_for
 from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
@@ -32,11 +33,12 @@ from zerostd.parameters.blueprints import MARK, find_blueprints
 from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
 from zerostd.preparing.announcing import announce, warn_of_idle_accelerator
-from zerostd.preparing.building import add_masters, build
+from zerostd.preparing.building import add_masters, attach_optimizer, build
 from zerostd.preparing.options import check_budget, check_settings, target_device
 from zerostd.preparing.proposing import PlanSearch
-from zerostd.replanning.late import attach, attach_late
-from zerostd.serving.calls import begin_role, full_state_of, load_model, release_any, save_model
+from zerostd.replanning.adapting import adapt
+from zerostd.replanning.late import attach_late
+from zerostd.serving.calls import begin_role, full_state_of, load_model, release_any, save_by_servers
 from zerostd.tiers import Done
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,7 +115,10 @@ def _start(model: Model, optimizer: torch.optim.Optimizer | None, settings: Sett
     if optimizer is None:
         runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
         return model, None
-    return model, begin_role(runtime, attach(runtime, optimizer))
+    prepared = attach_optimizer(runtime, optimizer)
+    adapt(runtime)
+    begin_role(runtime, prepared)
+    return model, prepared
 
 
 def plan(
@@ -160,21 +165,15 @@ def plan(
         exact=exact,
     )
     settings = check_settings(settings, model, optimizer)
-    if not isinstance(machine, MachineProfile | None):
-        raise PrepareError(
-            f"machine={type(machine).__name__} must be a zerostd.MachineProfile; leave it out to plan for this machine"
-        )
     if machine is None:
         check_budget(settings.budget)
-    device = device_for(model, machine)
-    world = World.pretend(device, world_size, machine.ranks_per_node if machine is not None else None)
-    size = world.num_shards
-    blueprints = find_blueprints(model, optimizer, settings.precision, groups, size)
+    world = World.pretend(device_for(model, machine), world_size, None if machine is None else machine.ranks_per_node)
+    blueprints = find_blueprints(model, optimizer, settings.precision, groups, world.num_shards)
     profile = batch if isinstance(batch, ModelProfile) else None  # of an earlier measurement
     if batch is not profile:
         probe = functools.partial(profile_model, model, optimizer, precision=settings.precision, groups=groups)
         with contextlib.nullcontext() if optimizer is not None else frozen(model):
-            profile = probe(batch=batch, probe=machine is None, num_ranks=size)
+            profile = probe(batch=batch, probe=machine is None, num_ranks=world.num_shards)
     return PlanSearch(settings, blueprints, world).plan(profile, machine)
 
 
@@ -297,8 +296,10 @@ def save(
     Raises:
         CheckpointError: A rank could not write it; nothing is left of it.
     """
-    parts = (runtime_of(model, "save"), _prepared(optimizer, "save"))
-    return save_model(*parts, place_of(path, "path"), extra, keep, frozen=frozen, wait=wait)
+    runtime = runtime_of(model, "save")
+    parts = (runtime, _prepared(optimizer, "save"), place_of(path, "path"), extra, keep)
+    write = save_by_servers if runtime.world.is_worker else save_checkpoint
+    return write(*parts, frozen=frozen, wait=wait)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -322,7 +323,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     prepared = _prepared(optimizer, "load")
     source = place_of(path, "path")
     if not isinstance(source, RemotePath) and is_model(source):
-        runtime.world.check_here("zerostd.load() of an ordinary model")
         return import_model(runtime, prepared, source)
     return load_model(runtime, prepared, source)
 

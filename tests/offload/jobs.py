@@ -25,7 +25,7 @@ from support.models import MODELS, Case
 from support.side_by_side import data, seeded
 from zerostd import Placement
 from zerostd.optimizers import cpu_updater, streamed_updater
-from zerostd.sharding.portions import UNIT
+from zerostd.sharding.layout import UNIT
 from zerostd.tiers.debug import DEBUG
 
 THIRDS = {"device": 0.3, "host": 0.4, "disk": 0.3}

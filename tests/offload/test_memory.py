@@ -29,7 +29,7 @@ from zerostd import Budget, Placement
 from zerostd.policy import Kind, Tier
 from zerostd.preparing import building
 from zerostd.preparing.accounting import reserved
-from zerostd.sharding.portions import UNIT
+from zerostd.sharding.layout import UNIT
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.extents import Extent
 

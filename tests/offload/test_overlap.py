@@ -47,7 +47,7 @@ from support.processes import doing
 from zerostd import MisuseError, Placement, PrepareError
 from zerostd.errors import StorageError
 from zerostd.policy import Route, Tier
-from zerostd.sharding.portions import UNIT, assign_tiers, cut_portions, default_cpu_share
+from zerostd.sharding.layout import UNIT, assign_tiers, cut_portions, default_cpu_share
 from zerostd.tiers import AllOf, Done, Work, Worker
 
 every_placement = pytest.mark.parametrize("name", PLACEMENTS)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerostd.policy import Route, Tier
-from zerostd.sharding.portions import (
+from zerostd.sharding.layout import (
     UNIT,
     assign_tiers,
     cut_by_shares,

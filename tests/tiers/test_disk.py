@@ -476,8 +476,8 @@ def test_full_file_system(tmp_path):
             print("taken")
         except PrepareError as error:
             print(error)
-    from zerostd.tiers import limits
-    limits.free_disk = lambda path: 2**40  # as if another process took the room after the check
+    from zerostd.tiers import scratch_files
+    scratch_files.free_disk = lambda path: 2**40  # as if another process took the room after the check
     try:
         disk.allocate(2**20, Kind.PARAMETERS)
     except PrepareError as error:

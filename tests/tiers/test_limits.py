@@ -10,17 +10,9 @@ import psutil
 import pytest
 
 from zerostd.errors import PrepareError
-from zerostd.tiers import limits
-from zerostd.tiers.limits import (
-    CgroupMemory,
-    available_memory,
-    cgroup_memory,
-    check_disk,
-    check_host,
-    free_disk,
-    free_host,
-    memlock_limit,
-)
+from zerostd.tiers import host, scratch_files
+from zerostd.tiers.host import CgroupMemory, available_memory, cgroup_memory, check_host, free_host, memlock_limit
+from zerostd.tiers.scratch_files import check_disk, free_disk
 
 GIB = 2**30
 
@@ -115,8 +107,8 @@ def test_host_refusal_has_the_numbers():
 
 
 def test_all_that_is_free_may_be_used_and_no_byte_more(monkeypatch, tmp_path):
-    monkeypatch.setattr(limits, "free_host", lambda *_: 10_000)
-    monkeypatch.setattr(limits, "free_disk", lambda _: 10_000)
+    monkeypatch.setattr(host, "free_host", lambda *_: 10_000)
+    monkeypatch.setattr(scratch_files, "free_disk", lambda _: 10_000)
     check_host(10_000, "states")
     check_disk(10_000, str(tmp_path))
     with pytest.raises(PrepareError, match=r"\(10000 bytes\) are free"):

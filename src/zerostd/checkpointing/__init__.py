@@ -3,6 +3,6 @@
 saving.py     prepared model -> checkpoint                loading.py  checkpoint -> prepared model
 importing.py  ordinary model files -> prepared model      storage/    the files
 dcp.py        to torch.distributed.checkpoint's format, and from there
-model_parts.py  what of a model is saved, by name, and its generators
-releasing.py  prepared model -> ordinary model
+generators.py  random generators
+full_state.py  prepared model -> state_dict, ordinary model
 """

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from zerostd.checkpointing import model_parts
 from zerostd.checkpointing.loading import load_from
-from zerostd.checkpointing.saving import add_save, check_call, finish_saves, records_of
+from zerostd.checkpointing.saving import add_save, check_call, extra_states, finish_saves, records_of
 from zerostd.checkpointing.storage import PendingSave
 from zerostd.checkpointing.storage.dcp_files import (
     AVERAGES,
@@ -35,11 +34,11 @@ from zerostd.checkpointing.storage.dcp_files import (
 from zerostd.checkpointing.storage.manifest import encode_value
 from zerostd.checkpointing.storage.writing import end_process
 from zerostd.engine.averaging import averages_of
+from zerostd.engine.intervals import SavedInterval, scalar_states
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError, check_flag
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.states import scalar_states
-from zerostd.parameters.intervals import SavedInterval
+from zerostd.parameters.blueprints import named_tensors
 
 log = logging.getLogger("zerostd")
 
@@ -121,8 +120,8 @@ def _describe(runtime: Runtime, optimizer: ZeroOptimizer | None, extra: Any) -> 
         elif record.kind == "average":
             of_averages.setdefault((record.state, record.of), []).append(record)
     values = {identity: ShardedValue(records) for identity, records in by_tensor.items()}
-    names: dict[object, str] = {p: interval.name for _, p, interval in model_parts.parameters_of(runtime)}
-    for name, tensor, owner in model_parts.named_tensors(runtime.model):
+    names: dict[object, str] = {p: interval.name for _, p, interval in runtime.parameters()}
+    for name, tensor, owner in named_tensors(runtime.model):
         if owner is not tensor:
             state[MODEL][name] = tensor.detach()
         elif (names[tensor], "") in values:
@@ -147,7 +146,7 @@ def _ours(runtime: Runtime, extra: Any) -> dict[str, Any]:
 
     if runtime.world.rank != 0:
         return {}
-    modules = model_parts.extra_states(runtime.model, store)
+    modules = extra_states(runtime.model, store)
     step = runtime.backward.passes.num_steps
     counts = {average.name: average.counts() for average in averages_of(runtime)}
     encoded = encode_value(extra, store, "extra")
@@ -164,7 +163,7 @@ def _optimizer_state(
             states.setdefault(name, {})[state] = value
     for name, scalars in scalar_states(optimizer.updater, runtime.world.shard_rank).items():
         states.setdefault(name, {}).update(scalars)
-    names = {parameter: interval.name for _, parameter, interval in model_parts.parameters_of(runtime)}
+    names = {parameter: interval.name for _, parameter, interval in runtime.parameters()}
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -175,7 +174,7 @@ def load_dcp(runtime: Runtime, optimizer: ZeroOptimizer | None, path: str) -> An
     """Load, and return what `extra` was. All ranks call it, and each reads what it keeps."""
     names: dict[str, tuple[str, ...]] = {}
     first: dict[object, str] = {}
-    for name, tensor, owner in model_parts.named_tensors(runtime.model):
+    for name, tensor, owner in named_tensors(runtime.model):
         if owner in first:
             names[first[owner]] += (name,)
         else:

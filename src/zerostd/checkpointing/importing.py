@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from zerostd.checkpointing.loading import load_in_two_phases
-from zerostd.checkpointing.model_parts import buffers_of, flats_of, kept_values, named_tensors, parameters_of
 from zerostd.checkpointing.storage.directory import MANIFEST
 from zerostd.checkpointing.storage.reading import copy_shared
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader
+from zerostd.engine.intervals import SavedInterval, kept_values
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import convert, decode, read_document
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.parameters.intervals import SavedInterval
+from zerostd.parameters.blueprints import buffers_of, named_tensors
 from zerostd.sharding.boxes import Stretch
 
 BLOCK = 4 << 20  # bytes read at a time
@@ -51,6 +51,7 @@ log = logging.getLogger("zerostd")
 @torch.no_grad()
 def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) -> None:
     """Load ordinary files. All ranks call it. Nothing is changed unless all fits; optimizer states stay."""
+    runtime.world.check_here("zerostd.load() of an ordinary model")
     readers: dict[str, TensorReader] = {}
 
     def check(files: ExitStack) -> dict[str, str]:
@@ -76,7 +77,7 @@ def import_model(runtime: Runtime, optimizer: ZeroOptimizer | None, path: Path) 
 
 def _model_tensors(runtime: Runtime) -> Iterator[ModelTensor]:
     """Yield every parameter and persistent buffer with its name, its shape and the dtype in which it is kept."""
-    for flat, parameter, interval in parameters_of(runtime):
+    for flat, parameter, interval in runtime.parameters():
         kept = flat.state_shards[0].master if flat.state_shards else flat.rest
         yield parameter, interval.name, interval.full_shape, kept.dtype
     for name, buffer in buffers_of(runtime.model).items():
@@ -141,7 +142,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mapping[str, str]) -> None:
     """Read what this rank keeps, into the masters where there are any."""
     rank = runtime.world.shard_rank
-    records = [record for flat in flats_of(runtime) for record in kept_values(flat, rank) if record.stop]
+    records = [record for flat in runtime.flats for record in kept_values(flat, rank) if record.stop]
     total = sum((record.stop - record.start) * record.dtype.itemsize for record in records)
     memory = torch.empty(BLOCK, dtype=torch.uint8)
     with ByteProgress("loading", total, is_shown=runtime.world.rank == 0) as progress:
@@ -158,7 +159,7 @@ def _apply(runtime: Runtime, readers: Mapping[str, TensorReader], sources: Mappi
                 place = record.offset + low - record.start
                 record.column.write(slice(place, place + values.numel()), values.to(record.dtype))
                 progress.add(values.numel() * record.dtype.itemsize)
-    for flat in flats_of(runtime):
+    for flat in runtime.flats:
         flat.round_masters()
     for name, buffer in buffers_of(runtime.model).items():
         if name in sources:

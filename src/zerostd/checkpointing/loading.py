@@ -16,21 +16,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from msgspec.structs import replace
 
-from zerostd.checkpointing import model_parts
-from zerostd.checkpointing.saving import check_call, describe_optimizer
+from zerostd.checkpointing.generators import generator_entries, restore_functions
+from zerostd.checkpointing.saving import check_call, describe_optimizer, modules_with_own
 from zerostd.checkpointing.storage import Checkpoint, Manifest
 from zerostd.checkpointing.storage.directory import clear_leftovers
 from zerostd.checkpointing.storage.manifest import OptimizerGroup, TensorEntry, decode_value, refuse_tensor
 from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.engine.averaging import COUNTS, averages_of
+from zerostd.engine.intervals import SavedInterval, gradient_intervals, kept_values, state_intervals, updated_intervals
 from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.states import gradient_records, replace_states, state_records, updated_intervals
+from zerostd.optimizers.states import replace_states
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.intervals import SavedInterval
+from zerostd.parameters.blueprints import buffers_of
 from zerostd.parameters.state_shard import OF_MASTER
 from zerostd.sharding.boxes import Stretch
 
@@ -113,7 +114,7 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
         with ByteProgress("checking", total, is_shown=runtime.world.rank == 0) as progress:
             checkpoint.verify(wanted, progress.add)
         try:
-            restore_generators.extend(model_parts.restore_functions(runtime.world, checkpoint))
+            restore_generators.extend(restore_functions(runtime.world, checkpoint))
         except Exception as error:  # setstate does not say what it raises
             raise CheckpointError(f"the checkpoint contains an invalid RNG state: {error!s:.200}") from error
         checkpoint.manifest = _decoded(checkpoint, optimizer)
@@ -135,7 +136,7 @@ def load_from(runtime: Runtime, optimizer: ZeroOptimizer | None, open_checkpoint
 def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[str]:
     """Yield what does not fit: parameters, buffers, extra states, the optimizer's groups and the loss scale."""
     parameters = {i.name: i.full_shape for flat in _flats_in(runtime, manifest) for i in flat.layout.intervals}
-    buffers = {name: tuple(buffer.shape) for name, buffer in model_parts.buffers_of(runtime.model).items()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in buffers_of(runtime.model).items()}
     for kind, shapes in (("parameter", parameters), ("buffer", buffers)):
         saved = {entry.of: entry.shape for entry in manifest.of_kind(kind)}
         yield from (f"{kind} {name!r} is not in the checkpoint" for name in shapes if name not in saved)
@@ -143,8 +144,8 @@ def _problems(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manif
         for name, shape in shapes.items():
             if saved.get(name, shape) != shape:
                 yield f"{kind} {name!r} has shape {saved[name]} in the checkpoint, but {shape} in the model"
-    with_state = model_parts.modules_with_own(runtime.model, "get_extra_state")
-    settable = model_parts.modules_with_own(runtime.model, "set_extra_state")
+    with_state = modules_with_own(runtime.model, "get_extra_state")
+    settable = modules_with_own(runtime.model, "set_extra_state")
     yield from (f"it has no extra state for module {name!r}" for name in with_state if name not in manifest.modules)
     yield from (f"module {name!r} has no set_extra_state" for name in manifest.modules if name not in settable)
     if optimizer is not None:
@@ -167,9 +168,7 @@ def _average_problems(runtime: Runtime, manifest: Manifest, *, is_resumed: bool)
         elif missing := [count for count in COUNTS if count not in manifest.averages[name]]:
             yield f"its average {name} has no {missing[0]!r}"
         elif manifest.averages[name]["num_averaged"]:
-            trained = [
-                i for flat in model_parts.flats_of(runtime) if flat.gradient is not None for i in flat.layout.intervals
-            ]
+            trained = [i for flat in runtime.trained_flats for i in flat.layout.intervals]
             shapes = {interval.name: interval.full_shape for interval in trained if interval.numel}
             shapes |= {buffer: tuple(values.shape) for buffer, values in average.buffers.items()}
             for of, shape in shapes.items():
@@ -194,7 +193,7 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
         counts = [len(group.parameters) for group in saved.groups]
         yield f"its param_groups have {counts} parameters, but this optimizer's have other numbers or names"
         return
-    trained = [flat for flat in model_parts.flats_of(runtime) if flat.gradient is not None]
+    trained = runtime.trained_flats
     trained_names = {interval.name for flat in trained for interval in flat.layout.intervals}
     for entry in manifest.of_kind("gradient"):
         if entry.of not in trained_names:
@@ -208,7 +207,7 @@ def _optimizer_problems(runtime: Runtime, optimizer: ZeroOptimizer, manifest: Ma
 
 def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
     """Return the flats that the checkpoint is about: parameters that do not train may have been left out."""
-    flats = model_parts.flats_of(runtime)
+    flats = runtime.flats
     if manifest.frozen:
         return flats
     saved = {entry.of for entry in manifest.of_kind("parameter")}
@@ -217,7 +216,7 @@ def _flats_in(runtime: Runtime, manifest: Manifest) -> list[Flat]:
 
 def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[Wanted]:
     for flat in _flats_in(runtime, manifest):
-        for record in model_parts.kept_values(flat, runtime.world.shard_rank):
+        for record in kept_values(flat, runtime.world.shard_rank):
             (entry,) = manifest.named("parameter", record.of)
             yield entry, record.stretch
         for record in _average_records(runtime, flat):
@@ -228,7 +227,7 @@ def _wanted(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifes
             for name, stretch in updated_intervals(flat):
                 for entry in (*manifest.named("state", name), *manifest.named("gradient", name)):
                     yield entry, stretch
-    generators = model_parts.generator_entries(runtime.world, manifest)
+    generators = generator_entries(runtime.world, manifest)
     for entry in (*manifest.of_kind("buffer"), *manifest.of_kind("extra"), *generators):
         yield entry, entry.whole
 
@@ -275,9 +274,9 @@ def _apply(runtime: Runtime, optimizer: ZeroOptimizer | None, checkpoint: AnyChe
     total = sum((record.stop - record.start) * entry.torch_dtype.itemsize for entry, record in targets)
     with ByteProgress("loading", total, is_shown=runtime.world.rank == 0) as progress:
         checkpoint.fill_tiers(targets, progress.add)
-    for flat in model_parts.flats_of(runtime):
+    for flat in runtime.flats:
         flat.round_masters()
-    for name, buffer in model_parts.buffers_of(runtime.model).items():
+    for name, buffer in buffers_of(runtime.model).items():
         for entry in manifest.named("buffer", name):
             buffer.copy_(checkpoint.read(entry))
     for average in averages_of(runtime):
@@ -311,16 +310,16 @@ def _clear_states(flat: Flat, manifest: Manifest) -> None:
 def _records(runtime: Runtime, optimizer: ZeroOptimizer | None, manifest: Manifest) -> Iterator[SavedInterval]:
     """Yield where this rank keeps what it loads, after making room for states and gradients of an incomplete step."""
     for flat in _flats_in(runtime, manifest):
-        yield from model_parts.kept_values(flat, runtime.world.shard_rank)
+        yield from kept_values(flat, runtime.world.shard_rank)
         yield from _average_records(runtime, flat)
         if optimizer is None or flat.gradient is None:
             continue
         _clear_states(flat, manifest)
         _make_states(optimizer.updater, flat, manifest)
-        yield from state_records(optimizer.updater, flat, flat.region, group="")
+        yield from state_intervals(optimizer.updater.spans[flat], flat.region, group="")
         gradients = [entry for name, _ in updated_intervals(flat) for entry in manifest.named("gradient", name)]
         if gradients:
-            yield from gradient_records(flat, flat.region, "", {entry.torch_dtype for entry in gradients})
+            yield from gradient_intervals(flat, flat.region, "", {entry.torch_dtype for entry in gradients})
 
 
 def _average_records(runtime: Runtime, flat: Flat) -> Iterator[SavedInterval]:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 
-from zerostd.checkpointing import model_parts
+from zerostd.checkpointing.generators import generator_records, other_states
 from zerostd.checkpointing.storage import Manifest, PendingSave, Saving
 from zerostd.checkpointing.storage.manifest import (
     OptimizerEntry,
     OptimizerGroup,
+    StoreTensor,
     TensorEntry,
     dtype_name,
     encode_value,
@@ -26,12 +28,19 @@ from zerostd.checkpointing.storage.manifest import (
 )
 from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.engine.averaging import averages_of
+from zerostd.engine.intervals import (
+    SavedInterval,
+    gradient_intervals,
+    scalar_states,
+    state_intervals,
+    tensor_interval,
+    value_intervals,
+)
 from zerostd.engine.runtime import Runtime
-from zerostd.errors import CheckpointError, MisuseError, is_whole
+from zerostd.errors import CheckpointError, MisuseError, check_flag, is_whole
 from zerostd.optimizers.optimizer import ZeroOptimizer
-from zerostd.optimizers.states import gradient_records, scalar_states, state_records
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.intervals import SavedInterval, tensor_interval, value_intervals
+from zerostd.parameters.blueprints import buffers_of, named_tensors
 from zerostd.parameters.state_shard import SplitTensor
 
 
@@ -48,6 +57,8 @@ def save_checkpoint(
 ) -> Saving:
     """Save; without `wait`, start to save. All ranks call it. In the middle of a step it always waits: the next pass
     would add to the gradients."""
+    check_flag("wait", wait, CheckpointError)
+    check_flag("frozen", frozen, CheckpointError)
     if keep is not None and not is_whole(keep, 1):
         raise CheckpointError(f"keep={keep!r} must be a whole number of checkpoints, 1 or more")
     check_call(runtime, optimizer, "save")
@@ -63,7 +74,7 @@ def save_checkpoint(
             "zerostd.save between clip_grad_norm_() and optimizer.step(), when gradients are scaled: call it before "
             "clip_grad_norm_() or after optimizer.step()"
         )
-    if not frozen and all(flat.gradient is None for flat in model_parts.flats_of(runtime)):
+    if not frozen and all(flat.gradient is None for flat in runtime.flats):
         raise MisuseError("zerostd.save(frozen=False) has nothing to save: all parameters of the model are frozen")
     control = runtime.gatherer.control
     for earlier in finish_saves(runtime):  # one at a time
@@ -106,9 +117,7 @@ def finish_saves(runtime: Runtime) -> list[PendingSave]:
 def _out_of_reach(runtime: Runtime, records: Sequence[SavedInterval]) -> list[SavedInterval]:
     """Return the records, with copies of values that users can write to directly: device parameters that are masters,
     or their upper halves. Writes to all other values wait until the checkpoint has read them."""
-    within_reach = {
-        flat.full.untyped_storage().data_ptr() for flat in model_parts.flats_of(runtime) if not flat.gives_back
-    }
+    within_reach = {flat.full.untyped_storage().data_ptr() for flat in runtime.flats if not flat.gives_back}
 
     def is_within_reach(record: SavedInterval) -> bool:
         column = record.column
@@ -149,7 +158,7 @@ def _describe(
     modules: dict[str, Any] = {}
     if rank == 0:
         encoded = encode_value(extra, store, "extra")
-        modules = model_parts.extra_states(runtime.model, store)
+        modules = extra_states(runtime.model, store)
     optimizer_entry = None
     if optimizer is not None:
         singles = {
@@ -159,7 +168,7 @@ def _describe(
         optimizer_entry = replace(describe_optimizer(runtime, optimizer), singles=singles)
     records = [*records_of(runtime, optimizer, frozen=frozen)]
     if rank == 0:
-        buffers = model_parts.buffers_of(runtime.model)
+        buffers = buffers_of(runtime.model)
         records += [tensor_interval("buffer", name, buffer) for name, buffer in buffers.items()]
         for average in averages_of(runtime):
             for name, averaged in average.buffers.items() if average.num_averaged else ():
@@ -175,7 +184,7 @@ def _describe(
         tensors=_entries(runtime, records),
         optimizer=optimizer_entry,
         loss_scale=None if runtime.loss_scale is None else asdict(runtime.loss_scale),
-        random={str(rank): encode_value(model_parts.other_states(), refuse_tensor, "the state of a generator")},
+        random={str(rank): encode_value(other_states(), refuse_tensor, "the state of a generator")},
         extra=encoded,
         modules=modules,
         passes=0 if optimizer is None else runtime.backward.passes.num_done,
@@ -198,7 +207,7 @@ def records_of(runtime: Runtime, optimizer: ZeroOptimizer | None, *, frozen: boo
             }
             kept = _kept_of(runtime, optimizer, group, flat)
             yield from (record for record in kept if record.of not in copies)
-    yield from model_parts.generator_records(runtime.world)
+    yield from generator_records(runtime.world)
 
 
 def _kept_of(runtime: Runtime, optimizer: ZeroOptimizer | None, group: Group, flat: Flat) -> Iterator[SavedInterval]:
@@ -208,19 +217,19 @@ def _kept_of(runtime: Runtime, optimizer: ZeroOptimizer | None, group: Group, fl
     for average in averages_of(runtime):
         yield from average.records(flat, mine, group.name)
     if optimizer is not None and flat in optimizer.updater.spans:
-        yield from state_records(optimizer.updater, flat, mine, group.name)
+        yield from state_intervals(optimizer.updater.spans[flat], mine, group.name)
     if optimizer is not None and flat.gradient is not None and runtime.backward.passes.num_done:
         pairs = zip(flat.layout.intervals, flat.parameters, strict=True)
         has_gradient = {interval.name for interval, parameter in pairs if parameter.grad is not None}
-        gradients = gradient_records(flat, mine, group.name)
+        gradients = gradient_intervals(flat, mine, group.name)
         yield from (record for record in gradients if record.of in has_gradient)
 
 
 def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[TensorEntry, ...]:
-    parameters = model_parts.parameters_of(runtime)
+    parameters = runtime.parameters()
     original = {interval.name: dtype_name(runtime.original_dtypes[parameter]) for _, parameter, interval in parameters}
     by_owner: dict[object, list[str]] = {}
-    for name, _, owner in model_parts.named_tensors(runtime.model):
+    for name, _, owner in named_tensors(runtime.model):
         by_owner.setdefault(owner, []).append(name)
     aliases = {names[0]: tuple(names) for names in by_owner.values() if len(names) > 1}
     return tuple(
@@ -238,9 +247,28 @@ def _entries(runtime: Runtime, records: Sequence[SavedInterval]) -> tuple[Tensor
     )
 
 
+def extra_states(model: nn.Module, store: StoreTensor) -> dict[str, Any]:
+    """Return what modules give in `get_extra_state`, by name, as JSON; `store` takes the tensors in it."""
+    states: dict[str, Any] = {}
+    for name, module in modules_with_own(model, "get_extra_state").items():
+        where = f"get_extra_state() of module {name!r} ({type(module).__name__})"
+        try:
+            state = module.get_extra_state()
+        except Exception as error:  # whatever the user's code raises
+            raise CheckpointError(f"{where} failed: {type(error).__name__}: {error}") from error
+        states[name] = encode_value(state, store, where)
+    return states
+
+
+def modules_with_own(model: nn.Module, method: str) -> dict[str, nn.Module]:
+    """Return the modules that override a method of nn.Module, by name."""
+    inherited = getattr(nn.Module, method)
+    return {name: module for name, module in model.named_modules() if getattr(type(module), method) is not inherited}
+
+
 def describe_optimizer(runtime: Runtime, optimizer: ZeroOptimizer) -> OptimizerEntry:
     """Return the optimizer's class, and its groups with options and names of parameters; no states."""
-    names = {parameter: interval.name for _, parameter, interval in model_parts.parameters_of(runtime)}
+    names = {parameter: interval.name for _, parameter, interval in runtime.parameters()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}

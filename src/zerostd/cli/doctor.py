@@ -29,7 +29,8 @@ from zerostd.kernels import native
 from zerostd.measuring.identity import choose_device, free_bytes, versions
 from zerostd.measuring.rates import TrialSizes, disk_rates
 from zerostd.monitoring.texts import rate_text, seconds_text, size_text
-from zerostd.tiers.limits import available_memory, cgroup_memory, check_disk, free_disk, free_host, memlock_limit
+from zerostd.tiers.host import available_memory, cgroup_memory, free_host, memlock_limit
+from zerostd.tiers.scratch_files import check_disk, free_disk
 
 GIB = 2**30
 LEAST_TORCH = (2, 11)

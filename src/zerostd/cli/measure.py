@@ -16,7 +16,7 @@ from zerostd.measuring import load_or_measure
 from zerostd.monitoring.progress import ProgressBar
 from zerostd.monitoring.texts import rate_text, size_text
 from zerostd.planning import MachineProfile
-from zerostd.tiers.limits import check_disk
+from zerostd.tiers.scratch_files import check_disk
 
 DISK = "The directory that a disk tier would use."
 

@@ -19,17 +19,16 @@ from functools import partial
 import torch
 from torch import nn
 
+from zerostd.engine.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.engine.runtime import Runtime, runtime_of
 from zerostd.errors import MisuseError, PrepareError, check_flag, is_number, is_whole
 from zerostd.parameters import Flat, Group
-from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.state_shard import LOW, MASTER, StateShard
 from zerostd.policy import Kind, Tier, limit_of
 from zerostd.scheduling.access import not_writable
 from zerostd.tiers import AllOf, Streams, TierTensor, Transfer, Worker, record_event
-from zerostd.tiers.host import PAGE, padded
-from zerostd.tiers.limits import check_host
+from zerostd.tiers.host import PAGE, check_host, padded
 
 TILE_NUMEL = 1 << 20  # elements that are read at once from another tier
 READ_ONLY = "average.applied(), where changes of parameters would be lost: make them outside the context"
@@ -101,7 +100,7 @@ class Average(StepObserver):
 
     @property
     def _flats(self) -> list[Flat]:
-        return [flat for group in self._runtime.groups for flat in group.trainable if flat.layout.numel]
+        return [flat for flat in self._runtime.trained_flats if flat.layout.numel]
 
     def _shards_of(self, group: Group) -> Iterator[tuple[StateShard, TierTensor]]:
         """Yield the state shards of a group, each with its part of the average."""

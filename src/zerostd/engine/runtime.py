@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from zerostd.monitoring.events import LoopPhase
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.loss_scale import LossScale, scale_gradient
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
-from zerostd.parameters import Group
+from zerostd.parameters import Flat, Group
 from zerostd.parameters.blueprints import MARK, OWNER, Blueprint, RootCasts, root_casts
 from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
@@ -39,6 +39,7 @@ from zerostd.scheduling.hooks import Hooks
 from zerostd.scheduling.reducing import Reducer, TrainedParameter
 from zerostd.scheduling.tensors import tensors_in
 from zerostd.scheduling.turns import Turn
+from zerostd.sharding import Interval
 from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
 from zerostd.tiers.shared_tensors import shared_bytes
 
@@ -112,7 +113,7 @@ class Runtime:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module. The model, which the runtime does not keep alive."""
+        """The user's module, which the runtime does not keep alive."""
         model = self._model()
         if model is None:
             raise MisuseError("the model of this optimizer no longer exists: keep a reference to the model")
@@ -121,6 +122,20 @@ class Runtime:
     @property
     def groups(self) -> tuple[Group, ...]:
         return self.gatherer.groups
+
+    @property
+    def flats(self) -> list[Flat]:
+        return [flat for group in self.groups for flat in group.flats]
+
+    @property
+    def trained_flats(self) -> list[Flat]:
+        return [flat for group in self.groups for flat in group.trainable]
+
+    def parameters(self) -> Iterator[tuple[Flat, nn.Parameter, Interval]]:
+        """Yield every parameter with its flat and its interval there, which has its name."""
+        for flat in self.flats:
+            for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
+                yield flat, parameter, interval
 
     @property
     def blueprints(self) -> list[Blueprint]:
@@ -146,12 +161,11 @@ class Runtime:
     def memory(self) -> Memory:
         """Return the bytes of the ledger, with the sizes of coded and of shared state."""
         coded: dict[str, tuple[int, int]] = {}
-        flats = [flat for group in self.groups for flat in group.flats]
-        for flat in flats:
+        for flat in self.flats:
             for kind, size, held in flat.coded_bytes():
                 before = coded.get(kind.value, (0, 0))
                 coded[kind.value] = (before[0] + size, before[1] + held)
-        shared = shared_bytes(flat.rest for flat in flats)
+        shared = shared_bytes(flat.rest for flat in self.flats)
         return self.ledger.memory(coded, {Kind.PARAMETERS.value: shared} if any(shared) else {})
 
     def _trained(self) -> list[TrainedParameter]:
@@ -283,7 +297,7 @@ class Runtime:
                 "the last backward pass of a step outside no_sync. With servers, prepare(accumulate=...) says how many "
                 "passes make a step"
             )
-        if self.world.is_worker and any(flat.awaits_commit for group in self.groups for flat in group.trainable):
+        if self.world.is_worker and any(flat.awaits_commit for flat in self.trained_flats):
             raise MisuseError(
                 "parameters were changed on a worker, but the servers' values would replace them: change them "
                 "before zerostd.prepare, or load a checkpoint"

@@ -77,7 +77,7 @@ def _wait(runtime: Runtime) -> None:
 
 def _frozen_flats(runtime: Runtime) -> Iterator[Flat]:
     """Yield the flats that may be shared."""
-    for flat in (flat for group in runtime.groups for flat in group.flats):
+    for flat in runtime.flats:
         is_kept = flat.rest.tier is not Tier.DEVICE and flat.rest.numel > 0
         has_moved = flat.rest.extent is not None and flat.rest.extent.memory is not None  # its disk has failed
         if flat.gradient is None and not flat.state_shards and is_kept and not has_moved:

@@ -105,7 +105,7 @@ def _kept(runtime: Runtime) -> Iterator[tuple[Kind, torch.Tensor]]:
                     yield Kind.GRADIENTS, tensor
     yield from runtime.resources.allocator.device_tensors()
     if runtime.optimizer is not None:
-        for tensor in runtime.optimizer.updater.resident_states():
+        for tensor in runtime.optimizer.updater.resident.long_states():
             yield Kind.OPTIMIZER_STATES, tensor
 
 

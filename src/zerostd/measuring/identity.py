@@ -13,7 +13,8 @@ from torch import nn
 from zerostd.communication.world import thread_budget
 from zerostd.errors import PrepareError
 from zerostd.planning.profiles import MachineProfile
-from zerostd.tiers.limits import check_disk, free_disk, free_host
+from zerostd.tiers.host import free_host
+from zerostd.tiers.scratch_files import check_disk, free_disk
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
@@ -41,7 +42,9 @@ def device_for(model: nn.Module, machine: MachineProfile | None) -> torch.device
     if machine is None:
         return device_of(model)
     if not isinstance(machine, MachineProfile):
-        raise PrepareError(f"machine={machine!r} must be a zerostd.MachineProfile; leave it out for this machine")
+        raise PrepareError(
+            f"machine={type(machine).__name__} must be a zerostd.MachineProfile; leave it out to plan for this machine"
+        )
     return torch.device("cpu" if machine.link is None else "cuda")
 
 

@@ -30,7 +30,7 @@ from zerostd.planning.profiles import DiskRates, Link, Wire
 from zerostd.policy import Kind
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.host import PAGE, Host
-from zerostd.tiers.limits import free_disk
+from zerostd.tiers.scratch_files import free_disk
 from zerostd.tiers.transfer import Stream, Transfer
 
 SHARE = 8  # at most one part in so many of what is free is taken for one array

@@ -14,6 +14,11 @@ def size_text(num_bytes: float) -> str:
     return f"{int(num_bytes)} B" if num_bytes else "-"
 
 
+def exact_size(num_bytes: int) -> str:
+    """Return bytes in GiB and as they are, for refusals."""
+    return f"{num_bytes / 2**30:.2f} GiB ({num_bytes} bytes)"
+
+
 def short_size(num_bytes: float) -> str:
     """Return bytes with three digits, for tables that must fit a terminal."""
     for unit, size in UNITS:

@@ -39,7 +39,7 @@ from zerostd.parameters.gradient import HostGradientCopy
 from zerostd.parameters.host_gradient import UP
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, CodedTensor, StateShard, kept_as
 from zerostd.policy import Kind, Route, Tier
-from zerostd.sharding.portions import UNIT
+from zerostd.sharding.layout import UNIT
 from zerostd.tiers import AllOf, Done, Streams, TierAllocator, TierTensor, Transfer, Worker
 from zerostd.tiers.host import PAGE
 

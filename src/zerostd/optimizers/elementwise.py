@@ -10,9 +10,8 @@ states, so the user's object is not touched.
 """
 
 import copy
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ from zerostd.compat import move_step_hooks, plain_step
 from zerostd.errors import MisuseError, PrepareError
 from zerostd.kernels import Adagrad, Adam, Rule, Sgd, Split, adam_on
 from zerostd.optimizers.spans import Options, ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
-from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import MASTER
 
 Trial = tuple[torch.Tensor, dict[str, Any], Options]  # numbers, states and param_group afterwards
@@ -189,20 +187,6 @@ def device_update(
     if not isinstance(rule, Adam) or any(states[name].dtype is not torch.float32 for name in names):
         return None
     return DeviceUpdate(rule, states["step"], [states[name] for name in names])
-
-
-def resident_update(
-    inner: torch.optim.Optimizer, options: StepOptions, flat: Flat, span: UpdateSpan, states: Mapping[str, Any]
-) -> Callable[[], None] | None:
-    """Return the update of a resident span in one pass; None if torch's optimizer has to make it."""
-    assert flat.gradient is not None
-    if not span.shard.is_split or flat.gradient.comes_up:
-        return None
-    update = device_update(inner, options.param_groups[span.param_group], states, flat.full.device)
-    if update is None:
-        return None
-    gradient = flat.gradient.current[span.region]
-    return functools.partial(update.make, gradient, options.factor, span.halves, span.halves.high)
 
 
 def coded_rule(inner: torch.optim.Optimizer, options: dict[str, Any], scalars: ScalarStates | None) -> Rule:

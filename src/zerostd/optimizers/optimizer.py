@@ -133,8 +133,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._schedule.check_step()
         self._schedule.wait_gradients()
         note_step(self.inner)
-        if self.updater.offload is not None:
-            self.updater.offload.check()
+        self.updater.check()
         if self._is_skipped():
             self._schedule.stepped()
             return
@@ -142,8 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._threads(), explain_out_of_memory(self.updater.ledger):
             self.updater.check_memory()
             options = self._update(factor)
-            self.updater.give_back()
-            self.updater.count_states()
+            self.updater.resident.end_step()
         if "serial" in DEBUG or self.updater.counts_in_groups:
             self.synchronize()
         if options is not None:
@@ -181,15 +179,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def check_consistent(self, call: str) -> None:
         """Refuse `call` if an update of the states has failed, or is only partly done."""
-        if self.updater.offload is not None:
-            self.updater.offload.check()
+        self.updater.check()
         self._gradients.check_unlocked(call)
 
     def synchronize(self) -> None:
         """Wait until all updates are done, including those that run after step(), and until a save has read its values.
         Only timing needs it."""
-        if self.updater.offload is not None:
-            self.updater.offload.drain()
+        self.updater.drain()
         for group in self._schedule.update_order():
             group.wait_readers()
 
@@ -270,22 +266,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. With set_to_none=False they become zeros, as in torch."""
         with self._schedule.turn:
-            self._zero_grad(set_to_none=set_to_none)
-
-    def _zero_grad(self, *, set_to_none: bool) -> None:
-        self._schedule.wait_gradients()
-        self._gradients.check_unlocked("zero_grad()")
-        self._gradients.take_factor()
-        self._is_clipped = False
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        with no_torch_function():
-            for parameter in parameters:
-                if set_to_none:
-                    GRAD.__set__(parameter, None)
-                elif parameter.grad is not None:
-                    self._gradients.scale(parameter.grad, 0.0)
-        if set_to_none:
-            self._gradients.drop(parameters)
+            self._schedule.wait_gradients()
+            self._gradients.check_unlocked("zero_grad()")
+            self._gradients.take_factor()
+            self._is_clipped = False
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            with no_torch_function():
+                for parameter in parameters:
+                    if set_to_none:
+                        GRAD.__set__(parameter, None)
+                    elif parameter.grad is not None:
+                        self._gradients.scale(parameter.grad, 0.0)
+            if set_to_none:
+                self._gradients.drop(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's format. On one rank it equals that of the inner optimizer. On several ranks it has this

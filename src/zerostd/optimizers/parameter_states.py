@@ -7,19 +7,19 @@ update slices of it: then every rank must read them. What is written goes to thi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerostd.communication import Control
-from zerostd.communication.dtensors import Spec, is_dtensor
+from zerostd.communication.dtensors import is_dtensor
 from zerostd.errors import MisuseError
 from zerostd.optimizers.gradients import Gradients
 from zerostd.optimizers.states import States, has_states, parameters_with_states, read_states, write_states
 from zerostd.optimizers.updater import Updater
-from zerostd.parameters.lending import lend
+from zerostd.parameters.lending import CopySource, lend
 
 
 class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
@@ -73,9 +73,8 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
     def _synchronize(self) -> None:
         """Wait for running updates; raise if one has failed, or has begun inside backward."""
         self._gradients.check_unlocked("optimizer.state")
-        if self._updater.offload is not None:
-            self._updater.offload.check()
-            self._updater.offload.drain()
+        self._updater.check()
+        self._updater.drain()
 
     def read(self, parameter: nn.Parameter) -> States:
         """Return the states of one parameter, whole, as copies. Every rank must call it."""
@@ -92,7 +91,10 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         shape = flat.layout.intervals[index].shape
         states |= {n: value.to(device).reshape(shape) for n, value in states.items() if n in self._updater.states}
         spec = flat.specs[index]
-        return states if spec is None else {n: _wrapped(value, spec, shape) for n, value in states.items()}
+        if spec is not None:
+            local = {n: v for n, v in states.items() if isinstance(v, torch.Tensor) and tuple(v.shape) == shape}
+            states |= {name: spec.wrap(value) for name, value in local.items()}
+        return states
 
     def write(self, parameter: nn.Parameter, states: States) -> None:
         """Set the states of one parameter."""
@@ -115,11 +117,6 @@ class ParameterStates(MutableMapping[nn.Parameter, MutableMapping[str, Any]]):
         write_states(self._updater, self._updater.spans[flat], index, states)
 
 
-def _wrapped(value: Any, spec: Spec, shape: tuple[int, ...]) -> Any:
-    """Return a state of the local shape as a DTensor, and other states unchanged."""
-    return spec.wrap(value) if isinstance(value, torch.Tensor) and tuple(value.shape) == shape else value
-
-
 def _join(parts: list[States]) -> States:
     """Return the states of a parameter from those of its intervals, in order."""
     if not parts:
@@ -138,9 +135,10 @@ class ParameterState(MutableMapping[str, Any]):
         self._parameter = parameter
 
     def __getitem__(self, name: str) -> Any:
-        source = _StateSource(self, name)
-        value = source.read()
-        return lend(source, value) if isinstance(value, torch.Tensor) and not is_dtensor(value) else value
+        value = self.read()[name]
+        if not isinstance(value, torch.Tensor) or is_dtensor(value):
+            return value
+        return lend(CopySource(lambda: self.read()[name], partial(self.__setitem__, name)), value)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._states.write(self._parameter, {**self.read(), name: value})
@@ -162,20 +160,3 @@ class ParameterState(MutableMapping[str, Any]):
     def read(self) -> States:
         """Return all of them, as copies."""
         return self._states.read(self._parameter)
-
-
-@dataclass(frozen=True)
-class _StateSource:
-    """One state of one parameter."""
-
-    state: ParameterState
-    name: str
-
-    def read(self) -> Any:
-        return self.state.read()[self.name]
-
-    def write(self, whole: torch.Tensor) -> None:
-        self.state[self.name] = whole
-
-    def forget(self) -> None:
-        """Do nothing: `read` returns a copy each time."""

@@ -24,7 +24,7 @@ class PassingGradients:
 
     def updated(self, group: Group) -> None:
         """Note that the updates of a group were started; what they do not read is freed."""
-        if any(gradient.is_read for gradient in _passing(group)):
+        if any(gradient.readers for gradient in _passing(group)):
             self._held[group] = None
         else:
             _free(group)

@@ -1,12 +1,11 @@
-"""Optimizer states to torch's state_dict format and back, parameter by parameter; and what checkpoints store.
+"""Optimizer states to torch's state_dict format and back, parameter by parameter.
 
 Spans are internal; users know parameters. Saving cuts each span's states at parameter boundaries, loading puts them
 together again. 16-bit parameters also have `master`, the fp32 values behind the rounded ones. `take_states` and
-`replace_states` carry the states of one flat over a move to another home. Checkpoints store long states and gradients
-as intervals of the tensors they are kept in, and scalar states by name of parameter.
+`replace_states` carry the states of one flat over a move to another home.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,11 +18,9 @@ from zerostd.optimizers.loss_scale import LossScale
 from zerostd.optimizers.spans import UpdateSpan, UpdateSpans
 from zerostd.optimizers.updater import Updater
 from zerostd.parameters import Flat
-from zerostd.parameters.intervals import SavedInterval, pieces_in, saved_interval
 from zerostd.parameters.state_shard import MASTER
 from zerostd.policy import Route
 from zerostd.sharding import Piece
-from zerostd.sharding.boxes import Stretch
 
 States = dict[str, Any]
 Places = list[tuple[UpdateSpan, Piece]]
@@ -145,7 +142,7 @@ def _check_keys(updater: Updater, parameter: nn.Parameter, states: States) -> No
 @torch.no_grad()
 def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
     """Fill the spans with states by parameter, each either whole or just this rank's interval of it."""
-    updater.state.clear()
+    updater.resident.state.clear()
     saved = dict(saved)
     long_names = {*updater.states, MASTER}
     for parameter in [parameter for parameter in saved if not parameter.dim()]:  # long states look like scalar ones
@@ -176,7 +173,7 @@ def replace_states(updater: Updater, flat: Flat, saved: Mapping[nn.Parameter, St
 def _forget(updater: Updater, flat: Flat) -> None:
     for span in updater.spans[flat]:
         if span.tensor is not None:
-            updater.state.pop(span.tensor, None)
+            updater.resident.state.pop(span.tensor, None)
 
 
 def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, States]) -> None:
@@ -256,60 +253,9 @@ def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> Non
         device = value.device if span.tensor is not None else torch.device("cpu")
         by_torch = span.shard.route is not Route.CPU and not span.shard.is_coded
         if (options.get("fused") or options.get("capturable")) and by_torch:
-            device = updater.scratch.device
+            device = updater.resident.device
         value = value.to(device, copy=True)
     if span.tensor is not None:
-        updater.state[span.tensor][key] = value
+        updater.resident.state[span.tensor][key] = value
     else:
         span.scalars = {**(span.scalars or {}), key: value}
-
-
-def state_records(updater: Updater, flat: Flat, mine: slice, group: str) -> Iterator[SavedInterval]:
-    """Yield where the long states of a trained flat's parameters are kept, as far as they lie in `mine`."""
-    spans = updater.spans[flat]
-    for span in spans:
-        states = spans.long_states(span)
-        for part in pieces_in(mine, flat, span.pieces):
-            of = flat.layout.intervals[part.index]
-            for name, (tensor, origin) in states.items():
-                offset = part.offset - origin
-                yield saved_interval("state", of, part, tensor, offset, state=name, group=group)
-
-
-def gradient_records(
-    flat: Flat, mine: slice, group: str, dtypes: Collection[torch.dtype] = ()
-) -> Iterator[SavedInterval]:
-    """Yield where the gradients of a flat's parameters are kept, as far as they lie in `mine`, in a form that loses
-    nothing of these dtypes. Parameters without elements lie at its start."""
-    gradient = flat.gradient
-    assert gradient is not None
-    if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
-        gradient.use_sum()
-    gradient.take_memory()
-    tensor = gradient.tier_tensor()
-    intervals = flat.layout.intervals
-    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
-    for part in (*empty, *pieces_in(mine, flat)):
-        yield saved_interval("gradient", intervals[part.index], part, tensor, part.offset, group=group)
-
-
-def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
-    """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
-    by_name: dict[str, dict[str, Any]] = {}
-    for flat, spans in updater.spans.items():
-        owned = {piece.index for piece in pieces_in(flat.layout.shard(rank), flat)}
-        for span in spans:
-            scalars = {
-                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-                for key, value in spans.scalar_states(span).items()
-            }
-            if scalars:
-                names = [flat.layout.intervals[piece.index].name for piece in span.pieces if piece.index in owned]
-                by_name |= dict.fromkeys(names, scalars)
-    return by_name
-
-
-def updated_intervals(flat: Flat) -> list[tuple[str, Stretch]]:
-    """Return the elements of each parameter that this rank updates, by name."""
-    pairs = [(flat.layout.intervals[piece.index], piece) for piece in flat.layout.pieces(flat.region)]
-    return [(of.name, Stretch(of.origin, of.shape, piece.start, piece.stop)) for of, piece in pairs]

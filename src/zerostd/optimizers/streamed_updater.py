@@ -29,7 +29,7 @@ from zerostd.parameters.host_gradient import UP
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard, kept_as
 from zerostd.policy import Kind, Tier
 from zerostd.sharding import Portion
-from zerostd.sharding.portions import UNIT
+from zerostd.sharding.layout import UNIT
 from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
 from zerostd.tiers.debug import poison
 

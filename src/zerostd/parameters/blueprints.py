@@ -2,6 +2,7 @@
 
 `check_model` and `check_optimizer` refuse what cannot be sharded; each error names the parameter and the remedy.
 `find_blueprints` says which parameters travel together. `describe` lists what must be the same on all ranks.
+`named_tensors` and `buffers_of` list what a state_dict has.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from zerostd.communication.dtensors import Spec, check_dtensors, local_values
-from zerostd.compat import storage_of
+from zerostd.compat import persistent_buffers, storage_of
 from zerostd.errors import PrepareError
 from zerostd.policy import Precision
 from zerostd.sharding import Node, find_groups, smallest_of
@@ -297,3 +298,21 @@ def root_casts(precision: Precision, dtypes: Iterable[torch.dtype]) -> RootCasts
         return None
     widest = functools.reduce(torch.promote_types, outside)
     return RootCasts(outside, inside, inside if inside in outside else widest)
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers by name, each under the first name of its module."""
+    return {
+        f"{prefix}.{short}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for short, buffer in persistent_buffers(module).items()
+    }
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, object]]:
+    """Yield every name in a state_dict, its tensor and owner: the parameter, or a buffer's module and short name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter, parameter
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for short, buffer in persistent_buffers(module).items():
+            yield f"{prefix}.{short}".lstrip("."), buffer, (module, short)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from zerostd.communication.dtensors import Spec
 from zerostd.compat import no_torch_function, set_local, version_of, versions_of
 from zerostd.parameters.gradient import Gradient
 from zerostd.parameters.lending import DATA, set_data
-from zerostd.parameters.prepared import classes_for
+from zerostd.parameters.prepared import Classes, classes_for
 from zerostd.parameters.secondary import SecondaryShard
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER, CodedTensor, Edits, StateShard, clear_low
 from zerostd.policy import Kind, Tier
@@ -163,7 +162,7 @@ class Flat:
             self.allocator.ledger.enter(Kind.PARAMETERS, self.full.nbytes)
         else:
             if has_values:
-                rest.write(slice(0, rest.numel), self.own_part())
+                rest.write(slice(0, rest.numel), self.full[self.region] if self.is_sharded else self.full)
             self.rest = rest
             self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
         self.share_masters()
@@ -185,10 +184,6 @@ class Flat:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             self.allocator.ledger.enter(Kind.BUFFERS, self.full.nbytes)
 
-    def own_part(self) -> torch.Tensor:
-        """Return the part of the gathered buffer that this rank keeps."""
-        return self.full[self.region] if self.is_sharded else self.full
-
     def show_values(self) -> None:
         """Let parameters be views of the gathered buffer."""
         with no_torch_function():
@@ -205,7 +200,7 @@ class Flat:
                 (DATA.__set__ if spec is None else set_local)(parameter, blank)
                 parameter.__class__ = released
 
-    def _with_faces(self) -> Iterable[tuple[nn.Parameter, Spec | None, Any]]:
+    def _with_faces(self) -> Iterable[tuple[nn.Parameter, Spec | None, tuple[torch.Tensor, torch.Tensor, Classes]]]:
         return zip(self.parameters, self.specs, self._faces, strict=True)
 
     def free(self) -> None:

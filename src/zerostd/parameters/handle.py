@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerostd.communication.dtensors import Spec
 from zerostd.compat import in_backward, written_by
 from zerostd.errors import MisuseError
-from zerostd.parameters.lending import call_with_values, lend
+from zerostd.parameters.lending import CopySource, call_with_values, lend
 
 aten = torch.ops.aten
 # Changes in place that are the same for each element, and new tensors of the same shape.
@@ -107,23 +107,13 @@ class GradientHandle(torch.Tensor):
         return call_with_values(func, values[0], values[1], written)
 
 
-@dataclass(frozen=True)
-class _GradientSource:
-    """The gradient of one parameter."""
-
-    handle: GradientHandle
-
-    def read(self) -> torch.Tensor:
-        return cast(torch.Tensor, self.handle.ops.read(self.handle))
-
-    def write(self, whole: torch.Tensor) -> None:
-        self.handle.ops.change(self.handle, aten.copy_.default, (whole,), {})
-
-    def forget(self) -> None:
-        """Do nothing: `read` returns a copy each time."""
-
-
 def _lent(handle: GradientHandle) -> torch.Tensor:
     """Return the gradient, lent; of a DTensor it is a copy."""
-    source = _GradientSource(handle)
-    return lend(source, source.read()) if handle.spec is None else source.read()
+    values = cast(torch.Tensor, handle.ops.read(handle))
+    if handle.spec is not None:
+        return values
+
+    def write(whole: torch.Tensor) -> None:
+        handle.ops.change(handle, aten.copy_.default, (whole,), {})
+
+    return lend(CopySource(partial(handle.ops.read, handle), write), values)

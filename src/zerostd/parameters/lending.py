@@ -8,7 +8,7 @@ them, the source keeps the result at once. This is true for views too: `p.data[0
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -35,6 +35,17 @@ class Source(Protocol):
     def forget(self) -> None:
         """Drop what was written to that tensor."""
         ...
+
+
+@dataclass(frozen=True)
+class CopySource:
+    """Values that are read as a new copy each time."""
+
+    read: Callable[[], Any]
+    write: Callable[[torch.Tensor], None]
+
+    def forget(self) -> None:
+        """Do nothing: what was written to a copy is nowhere else."""
 
 
 class Lender(torch.Tensor):

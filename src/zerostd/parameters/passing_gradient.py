@@ -23,28 +23,23 @@ class PassingGradient(Gradient):
     """One flat gradient, which is not kept until the step."""
 
     is_kept = False
-    _readers: list[Transfer] = field(init=False, default_factory=list)  # updates that were started with it
+    readers: list[Transfer] = field(init=False, default_factory=list)  # updates that were started with it
     _is_freed: bool = field(init=False, default=False)  # after an update, and nothing has landed since
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.give_back()
 
-    @property
-    def is_read(self) -> bool:
-        """Whether updates that were started may still read it."""
-        return bool(self._readers)
-
     def hold(self, until: Transfer) -> None:
         """Keep the memory until an update is over."""
-        self._readers.append(until)
+        self.readers.append(until)
 
     def free(self) -> None:
         """Give the memory back. The device first waits for the updates that read the gradient. The host waits only
         until those updates have queued their work."""
-        for reader in self._readers:
+        for reader in self.readers:
             reader.wait()
-        self._readers.clear()
+        self.readers.clear()
         self.give_back()
         self._is_freed = True
 

@@ -29,6 +29,7 @@ LENT = "_zerostd_lent"  # weak references to what `p.data` gave,
 LAST_HOOK = "_zerostd_hook"  # and the hook that takes its gradient, which comes after the user's
 
 GRAD: Any = torch.Tensor.grad  # what plain tensors have: for loops over all parameters, under no_torch_function
+Classes = tuple[type[nn.Parameter], type[nn.Parameter], type[nn.Parameter]]  # of one that is ordinary, shown, released
 
 
 class Access(Protocol):
@@ -332,7 +333,7 @@ class ReleasedDTensor(ReleasedParameter):
 
 
 @functools.cache
-def classes_for(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter], type[nn.Parameter]]:
+def classes_for(original: type[nn.Parameter]) -> Classes:
     """Return the class of a parameter, and those it has while it shows its values and while it does not."""
     if original is nn.Parameter:
         return original, PreparedParameter, ReleasedParameter

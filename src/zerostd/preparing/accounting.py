@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerostd.communication.coded_wires import FED_BACK, wires_class
-from zerostd.optimizers.offload_updater import OffloadUpdater, PassingStates
 from zerostd.optimizers.passing import PassingGradients
-from zerostd.optimizers.updater import Updater
+from zerostd.optimizers.resident_updater import ResidentUpdater
+from zerostd.optimizers.updater import OffloadUpdater, PassingStates
 from zerostd.parameters.host_gradient import NUM_STAGING, Staging
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import Demand, FlatPlan, Rules, demand
@@ -31,7 +31,7 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     off = (Tier.HOST, Tier.DISK) if rules.has_own_memory else (Tier.DISK,)
     comes_up = [(plan.gradient_dtype, plan.gradients in off) for plan in trained]
     split = [sum(_resident(plan) for plan in group if plan.is_split) for group in plans]
-    in_step = Updater.buffer_bytes(resident, comes_up, split, is_coded=bool(rules.moments))
+    in_step = ResidentUpdater.buffer_bytes(resident, comes_up, split, is_coded=bool(rules.moments))
     in_backward += _secondary(trained)
     frozen = [plan for group in plans for plan in group if not plan.is_trained]
     need[Tier.DEVICE, Kind.BUFFERS] += _secondary(frozen)

@@ -26,11 +26,10 @@ from zerostd.errors import PrepareError
 from zerostd.measuring.identity import device_of
 from zerostd.monitoring import Ledger
 from zerostd.monitoring.texts import size_text
-from zerostd.optimizers.offload_updater import OffloadUpdater
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.states import put_states
-from zerostd.optimizers.updater import Updater
+from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
 from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
 from zerostd.parameters.deferred import draw_seeds, make_real
@@ -59,13 +58,13 @@ from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader
 from zerostd.scheduling.saved_storage import ActivationCopies
 from zerostd.tiers import Aside, Streams, TierAllocator, Uploader
-from zerostd.tiers.host import Host
-from zerostd.tiers.limits import check_disk, check_host
+from zerostd.tiers.host import Host, check_host
+from zerostd.tiers.scratch_files import check_disk
 
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Pause Python's collector. Stop the garbage collector meanwhile: it would scan objects in use again and again."""
+    """Stop the garbage collector meanwhile: it would scan objects in use again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,7 +20,7 @@ from zerostd.parameters.blueprints import Blueprint, Member
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER
 from zerostd.policy import Homes, Kind, Placement, Route, Stage, Tier, is_at_hand, shards, splits_masters
 from zerostd.sharding import Layout, Portion, make_layout
-from zerostd.sharding.portions import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
+from zerostd.sharding.layout import UNIT, assign_tiers, cut_by_shares, cut_portions, cuts_at_shares, shares_off
 from zerostd.tiers.host import padded
 
 log = logging.getLogger("zerostd")
@@ -68,11 +68,6 @@ class Rules:
     def coded_block(self) -> int:
         """Elements of states that are coded together."""
         return max((moment.block for moment in self.moments.values()), default=1)
-
-    @property
-    def packs_parameters(self) -> bool:
-        """Whether frozen parameters are packed on disk."""
-        return "parameters" in self.placement.codec
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -147,7 +142,8 @@ class FlatPlan:
     @property
     def packed_bytes(self) -> int:
         """The bytes of a number as which parameters are packed; 0 if they are kept as they are."""
-        is_packed = self.rules.packs_parameters and not self.is_trained and self.parameters is Tier.DISK
+        has_codec = "parameters" in self.rules.placement.codec
+        is_packed = has_codec and not self.is_trained and self.parameters is Tier.DISK
         return self.dtype.itemsize if is_packed and self.dtype.itemsize in PACKED else 0
 
     @property

@@ -20,9 +20,10 @@ from zerostd.planning import Plan
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import LOSSLESS, Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import PACKED, FlatPlan, Rules, moments_of
-from zerostd.sharding.portions import BYTES_STREAMED, UNIT, default_cpu_share
-from zerostd.tiers.limits import check_disk, check_host
+from zerostd.sharding.layout import BYTES_STREAMED, UNIT, default_cpu_share
+from zerostd.tiers.host import check_host
 from zerostd.tiers.packing import coder
+from zerostd.tiers.scratch_files import check_disk
 
 FLOATS = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes to compute and to reduce in
 CODECS = coded_wires.CODECS | {"optimizer_states": tuple(MOMENT_CODECS), "parameters": (LOSSLESS,)}  # by what is coded

@@ -298,7 +298,7 @@ class Backward:
             self.passes.num_done += bool(arrived) or self.weight == 0.0
             return
         if self.gatherer.wires.world.size > 1:
-            used = [self._is_used(trained) for trained in self.trained]
+            used = [trained in self._used and trained.parameter.grad is not None for trained in self.trained]
             facts = [fact for observer in self.observers for fact in observer.facts()]
             flags = [*used, self.gatherer.is_short]
             *used_anywhere, is_short = self.reducer.control.agree(flags, self.gatherer.sequence, facts)
@@ -316,9 +316,6 @@ class Backward:
         self.gatherer.sequence.clear()
         if not self.order_is_learnt:
             self._learn_order(running.completed)
-
-    def _is_used(self, trained: TrainedParameter) -> bool:
-        return trained in self._used and trained.parameter.grad is not None
 
     def _learn_order(self, completed: list[Group]) -> None:
         """Reduce groups from now on in the order in which they completed on rank 0, and update them in the order in
@@ -350,10 +347,7 @@ class Backward:
     def has_gradients(self) -> bool:
         """Whether any trained parameter has a gradient."""
         with no_torch_function():
-            for trained in self.trained:
-                if GRAD.__get__(trained.parameter) is not None:
-                    return True
-        return False
+            return any(GRAD.__get__(trained.parameter) is not None for trained in self.trained)
 
     @property
     def has_unsynced(self) -> bool:

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
+from zerostd.checkpointing.full_state import check_rank, full_state, release_model
+from zerostd.checkpointing.generators import other_states, restore_others
 from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.model_parts import buffers_of, check_rank, full_state, other_states, restore_others
-from zerostd.checkpointing.releasing import release_model
-from zerostd.checkpointing.saving import save_checkpoint
-from zerostd.checkpointing.storage import Saving
 from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.communication.link import Message, ServerLink
 from zerostd.compat import no_torch_function
@@ -24,6 +22,7 @@ from zerostd.engine.runtime import Runtime
 from zerostd.errors import CheckpointError, MisuseError, ZerostdError, check_flag
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.spans import snapshot
+from zerostd.parameters.blueprints import buffers_of
 from zerostd.parameters.observing import StepObserver
 from zerostd.parameters.prepared import GRAD
 from zerostd.serving.server import Server
@@ -32,7 +31,7 @@ from zerostd.tiers import Done
 WORKERS = "zerostd.workers"  # in the extra of a checkpoint: the random states of workers
 
 
-def begin_role(runtime: Runtime, optimizer: ZeroOptimizer) -> ZeroOptimizer:
+def begin_role(runtime: Runtime, optimizer: ZeroOptimizer) -> None:
     """Let a worker tell the servers of its steps. A server serves here, and its process ends when the workers have."""
     if runtime.world.is_worker:
         runtime.observers.append(ServedSteps(runtime))
@@ -40,7 +39,6 @@ def begin_role(runtime: Runtime, optimizer: ZeroOptimizer) -> ZeroOptimizer:
         Server(runtime, optimizer).serve()
         runtime.world.close()
         raise SystemExit(0)  # what follows in the script is the workers'
-    return optimizer
 
 
 class ServedSteps(StepObserver):
@@ -48,7 +46,7 @@ class ServedSteps(StepObserver):
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        flats = [flat for group in runtime.groups for flat in group.trainable]
+        flats = runtime.trained_flats
         self._numbers = {flat: number for number, flat in enumerate(flats)}
 
     def after_step(self) -> None:
@@ -80,7 +78,7 @@ def _call(runtime: Runtime, request: partial[None], what: str) -> Any:
     return answer
 
 
-def save_model(
+def save_by_servers(
     runtime: Runtime,
     optimizer: ZeroOptimizer | None,
     path: AnyPath,
@@ -89,13 +87,11 @@ def save_model(
     *,
     frozen: bool,
     wait: bool,
-) -> Saving | Done:
-    """Save; on a worker the servers write, with the buffers of the first worker and the random states of all, and it
+) -> Done:
+    """Save from a worker: the servers write, with the buffers of the first worker and the random states of all, and it
     waits for them."""
     check_flag("wait", wait, CheckpointError)
     check_flag("frozen", frozen, CheckpointError)
-    if not runtime.world.is_worker:
-        return save_checkpoint(runtime, optimizer, path, extra, keep, frozen=frozen, wait=wait)
     random_states = {"torch": torch.get_rng_state(), **other_states()}
     extra = {WORKERS: runtime.gatherer.control.collect(random_states, "zerostd.save()"), "extra": extra}
     buffers = {name: buffer.detach().cpu() for name, buffer in buffers_of(runtime.model).items()}

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from zerostd.checkpointing.full_state import full_state
 from zerostd.checkpointing.loading import load_checkpoint
-from zerostd.checkpointing.model_parts import buffers_of, full_state
 from zerostd.checkpointing.saving import save_checkpoint
 from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.communication.link import PARAMETERS, Message
@@ -28,6 +28,7 @@ from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.optimizer import ZeroOptimizer
 from zerostd.optimizers.spans import snapshot
 from zerostd.parameters import Flat
+from zerostd.parameters.blueprints import buffers_of
 from zerostd.parameters.prepared import GRAD
 
 
@@ -40,7 +41,7 @@ class Server:
         self.optimizer = optimizer
         self.link = runtime.world.link
         self.groups = {flat: group for group in runtime.groups for flat in group.flats}
-        self.flats = [flat for group in runtime.groups for flat in group.trainable]
+        self.flats = runtime.trained_flats
         factor = 1.0 if runtime.settings.reduce == "sum" else 1.0 / self.link.num_workers
         num_threads = thread_budget(runtime.world.local_size)
         self._sums = GradientSums(self.link, runtime.ledger, num_threads, factor=factor)

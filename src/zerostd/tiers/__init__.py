@@ -3,10 +3,9 @@
 transfer.py     work in flight, how to wait for it, and the streams of the device
 pacing.py       priorities, and the share of background work
 worker.py       a thread that does jobs, the most needed first
-limits.py       what is free, and the refusal of what does not fit
 holders.py      who keeps the same memory
-host.py         pinned memory of exact size, and pages
-scratch_files.py  files without a name, and what is taken of them
+host.py         pinned memory of exact size, and how much is free
+scratch_files.py  files without a name, and how much of the drive is free
 packing.py      lossless compression of numbers, in tiles
 extents.py      space in scratch files, in pages that have checksums
 packed_extents.py  the same for numbers that are packed

@@ -25,11 +25,10 @@ from zerostd.policy import Kind, Tier
 from zerostd.tiers.debug import be_late
 from zerostd.tiers.extents import BLOCK_BYTES, Extent, Fallback, Scratch
 from zerostd.tiers.host import PAGE, padded
-from zerostd.tiers.limits import check_disk
 from zerostd.tiers.pacing import LinkPace, Priority, current
 from zerostd.tiers.packed_extents import PackedExtent
 from zerostd.tiers.packing import Packer
-from zerostd.tiers.scratch_files import MOST_FILES, ScratchFile, reason, supports_direct
+from zerostd.tiers.scratch_files import MOST_FILES, ScratchFile, check_disk, reason, supports_direct
 from zerostd.tiers.transfer import Done, Transfer
 from zerostd.tiers.worker import Work
 

@@ -31,8 +31,7 @@ from zerostd.kernels import crc32, crc32_pages
 from zerostd.monitoring.ledger import Ledger
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.holders import Entry, Holders
-from zerostd.tiers.host import PAGE, Host, aligned, padded
-from zerostd.tiers.limits import check_host
+from zerostd.tiers.host import PAGE, Host, aligned, check_host, padded
 from zerostd.tiers.packing import Packer
 from zerostd.tiers.scratch_files import ScratchFile, reason
 from zerostd.tiers.worker import Work

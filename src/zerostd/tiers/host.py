@@ -1,4 +1,5 @@
-"""Host memory: page-aligned, touched, zero-filled and, where there is a GPU, registered with its driver.
+"""Host memory: page-aligned, touched, zero-filled and, where there is a GPU, registered with its driver. What is not
+free is refused before it is allocated; a cgroup may allow less than the system has.
 
 Every tensor has a private anonymous mapping, because torch's caching allocators round sizes up to powers of two and
 never give back. The tensor, and every view of it, keeps the mapping alive: there is no explicit unmap, which would
@@ -10,21 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
+import resource
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from zerostd.errors import PrepareError, StorageError
 from zerostd.monitoring.ledger import Ledger
+from zerostd.monitoring.texts import exact_size
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.holders import Holders
-from zerostd.tiers.limits import check_host
 
 PAGE = 4096  # the largest logical block of common drives: files past the page cache are read and written in pages
 TOUCH_BYTES = 64 * 2**20  # one thread's share of the first touch
+UNLIMITED = 2**60  # cgroup v1 says "no limit" with a number just below 2**63
+
+# files of one cgroup: its limit, its use, and the lines of memory.stat that the kernel gives back under pressure
+CGROUP_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 def padded(num_bytes: int) -> int:
@@ -156,3 +167,97 @@ class _Mapping(mmap.mmap):
     def __del__(self) -> None:
         if not sys.is_finalizing():  # the driver goes with the process
             self.unregister()
+
+
+@dataclass(frozen=True)
+class CgroupMemory:
+    """The memory limit of one control group and how much is in use, without page cache that can be dropped."""
+
+    path: str
+    limit: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be allocated under this limit."""
+        return max(0, self.limit - self.used)
+
+
+def cgroup_memory(membership: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> CgroupMemory | None:
+    """Return the tightest memory limit over this process, its own cgroup's or an ancestor's; None if there is none."""
+    try:
+        lines = Path(membership).read_text().splitlines()
+    except OSError:
+        return None
+    groups = [group for line in lines for group in _limits_of(line, Path(root))]
+    return min(groups, key=lambda group: group.free, default=None)
+
+
+def available_memory(meminfo: str = "/proc/meminfo") -> int:
+    """Return the bytes the system can hand out, page cache counted as free; all memory if the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path(meminfo).read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_host(available: int | None = None, cgroup: CgroupMemory | None = None) -> int:
+    """Return the bytes of host memory that can be allocated now: the system's, or the cgroup's if that is less."""
+    available = available_memory() if available is None else available
+    cgroup = cgroup or cgroup_memory()
+    return available if cgroup is None else min(available, cgroup.free)
+
+
+def memlock_limit() -> int | None:
+    """Return the bytes this process may lock (ulimit -l), None without limit. Registering needs none of it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def check_host(num_bytes: int, what: str, limit: int | None = None) -> None:
+    """Refuse `num_bytes` of host memory for `what` if they are not free, or over `limit`: what the budget leaves."""
+    available = available_memory()
+    cgroup = cgroup_memory()
+    free = free_host(available, cgroup)
+    wanted = f"{what} needs {exact_size(num_bytes)} of host memory"
+    check_budget(num_bytes, limit, free, wanted, Tier.HOST)
+    if num_bytes > free:
+        group = ""
+        if cgroup is not None:
+            group = f"; cgroup {cgroup.path}: limit {exact_size(cgroup.limit)}, in use {exact_size(cgroup.used)}"
+        raise PrepareError(
+            f"{wanted}, but {exact_size(free)} are free (system: {exact_size(available)} available{group}); "
+            "place less on the host, use more ranks or the disk tier, or raise the memory limit"
+        )
+
+
+def check_budget(num_bytes: int, limit: int | None, free: int, wanted: str, tier: Tier) -> None:
+    """Refuse what is `wanted` of a tier if its budget leaves less."""
+    if limit is not None and num_bytes > limit and limit <= free:
+        raise PrepareError(
+            f"{wanted}, but the {tier.value} budget leaves {exact_size(limit)} ({exact_size(free)} are free); raise "
+            f"Budget({tier.value}=...), place less on the {tier.value}, or use more ranks"
+        )
+
+
+def _limits_of(line: str, root: Path) -> Iterator[CgroupMemory]:
+    """Yield the limits that one line of /proc/self/cgroup leads to: of its cgroup and of every one above. Inside a
+    container the path may be the host's, which is not there; the walk up then ends at the container's own."""
+    _, controllers, path = line.split(":", 2)
+    if controllers and "memory" not in controllers.split(","):
+        return
+    limit_file, used_file, reclaimable = CGROUP_V1 if controllers else CGROUP_V2
+    mounts = [root / "memory"] if controllers else [root, root / "unified"]
+    here = PurePosixPath("/", path)
+    for group, mount in itertools.product((here, *here.parents), mounts):
+        folder = mount / str(group).lstrip("/")
+        try:
+            limit = int((folder / limit_file).read_text())
+            used = int((folder / used_file).read_text())
+            rows = dict(row.split(maxsplit=1) for row in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # nothing there, or "max": no limit
+            continue
+        if limit < UNLIMITED:
+            cached = sum(int(rows.get(name, 0)) for name in reclaimable)
+            yield CgroupMemory(str(folder), limit, max(0, used - cached))

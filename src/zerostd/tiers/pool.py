@@ -13,8 +13,7 @@ from zerostd.policy import Kind, Tier
 from zerostd.tiers.allocator import TierAllocator, TierTensor
 from zerostd.tiers.debug import poison
 from zerostd.tiers.extents import Extent
-from zerostd.tiers.host import padded
-from zerostd.tiers.limits import check_host
+from zerostd.tiers.host import check_host, padded
 
 WASTE = 1.25  # slabs, over the most that was taken at once
 

@@ -17,7 +17,9 @@ import tempfile
 import threading
 
 from zerostd.errors import PrepareError
-from zerostd.tiers.host import PAGE
+from zerostd.monitoring.texts import exact_size
+from zerostd.policy import Tier
+from zerostd.tiers.host import PAGE, UNLIMITED, check_budget
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0: a system without it
 MOST_FILES = 8  # that the extents of a disk share
@@ -152,3 +154,24 @@ def set_direct(fd: int) -> None:
 def reason(error: OSError) -> str:
     """Return the system's message with the short name of the error."""
     return f"{errno.errorcode.get(error.errno or 0, 'error')}: {error.strerror or error}"
+
+
+def free_disk(path: str) -> int:
+    """Return the bytes a user may still write to the file system of `path`; UNLIMITED if it does not say its size."""
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize if stats.f_blocks else UNLIMITED
+
+
+def check_disk(num_bytes: int, path: str, limit: int | None = None) -> None:
+    """Refuse `num_bytes` in the file system of `path` if they are not free, or over `limit`: what the budget leaves."""
+    try:
+        free = free_disk(path)
+    except OSError as error:
+        raise PrepareError(f"{path} cannot be used as a directory ({error.strerror}); name another one") from error
+    wanted = f"{exact_size(num_bytes)} wanted in {path}"
+    check_budget(num_bytes, limit, free, wanted, Tier.DISK)
+    if num_bytes > free:
+        raise PrepareError(
+            f"{wanted}, but its file system has {exact_size(free)} free; "
+            "make room, name another directory with Budget(disk_path=...), or place less on disk"
+        )

@@ -19,8 +19,7 @@ from zerostd.errors import MisuseError, PrepareError, is_whole
 from zerostd.monitoring import Ledger
 from zerostd.policy import Budget, Kind, Tier, limit_of
 from zerostd.tiers.allocator import TierAllocator, TierTensor
-from zerostd.tiers.host import Host, padded
-from zerostd.tiers.limits import check_host
+from zerostd.tiers.host import Host, check_host, padded
 from zerostd.tiers.pacing import LinkPace, Priority, at
 from zerostd.tiers.transfer import AllOf, Done, Transfer
 from zerostd.tiers.worker import Work, Worker

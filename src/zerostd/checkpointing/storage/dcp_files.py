@@ -40,9 +40,9 @@ from zerostd.checkpointing.storage.manifest import (
 )
 from zerostd.checkpointing.storage.reading import OnBytes, Target
 from zerostd.compat import fsspec_storage
+from zerostd.engine.intervals import SavedInterval, tensor_interval
 from zerostd.errors import CheckpointError
 from zerostd.monitoring.decoding import decode
-from zerostd.parameters.intervals import SavedInterval, tensor_interval
 from zerostd.parameters.state_shard import CodedTensor
 from zerostd.sharding.boxes import Box, Stretch
 

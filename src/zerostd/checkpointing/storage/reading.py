@@ -19,10 +19,10 @@ from zerostd.checkpointing.storage.directory import read_manifest
 from zerostd.checkpointing.storage.manifest import BLOCK, TensorEntry, TensorPart
 from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.checkpointing.storage.safetensors_files import SafetensorsReader, job_threads, ordered_results
+from zerostd.engine.intervals import SavedInterval
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.retrying import Retries
-from zerostd.parameters.intervals import SavedInterval
 from zerostd.sharding.boxes import Stretch
 from zerostd.tiers import Done, TierTensor, Transfer
 from zerostd.tiers.host import PAGE, aligned

@@ -36,11 +36,11 @@ from zerostd.checkpointing.storage.manifest import BLOCK, FileEntry, Manifest, T
 from zerostd.checkpointing.storage.remote import AnyPath
 from zerostd.checkpointing.storage.safetensors_files import NUM_THREADS, DirectFileWriter, OutputTensor, write_file
 from zerostd.communication import Control, World
+from zerostd.engine.intervals import SavedInterval
 from zerostd.errors import CheckpointError
 from zerostd.kernels import crc32
 from zerostd.monitoring.progress import ByteProgress
 from zerostd.monitoring.retrying import Retries
-from zerostd.parameters.intervals import SavedInterval
 from zerostd.parameters.observing import StepObserver
 from zerostd.policy import Tier
 from zerostd.tiers import Done, Stream, Transfer, Work, record_event

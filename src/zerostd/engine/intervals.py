@@ -1,4 +1,4 @@
-"""The saved parts of a flat: where the values of each parameter, its states and its gradient are kept.
+"""Where a prepared model keeps what it saves and loads: the values of each parameter, its states and its gradient.
 
 Intervals are elements of one flattened tensor. If a parameter is a DTensor, this rank has a box of a larger tensor, and
 the interval says which.
@@ -6,12 +6,15 @@ the interval says which.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from zerostd.parameters.flat import Flat
+from zerostd.optimizers.spans import UpdateSpans
+from zerostd.optimizers.updater import Updater
+from zerostd.parameters import Flat
 from zerostd.parameters.state_shard import SplitTensor
 from zerostd.policy import Tier
 from zerostd.sharding import Interval, Piece
@@ -108,3 +111,61 @@ def value_intervals(flat: Flat, mine: slice, group: str) -> Iterator[SavedInterv
         places = [(piece, flat.rest, begin + piece.offset) for piece in (*empty, *flat.layout.pieces(mine))]
     for piece, column, offset in places:
         yield saved_interval("parameter", intervals[piece.index], piece, column, offset, group=group)
+
+
+def kept_values(flat: Flat, rank: int) -> Iterator[SavedInterval]:
+    """Yield where this rank keeps values of a flat's parameters. Masters are these values where there are any."""
+    mine = flat.region
+    if not flat.state_shards:  # frozen: every rank has all of it, or its shard
+        mine = flat.layout.shard(rank) if flat.is_sharded else slice(0, flat.layout.numel)
+    return value_intervals(flat, mine, group="")
+
+
+def state_intervals(spans: UpdateSpans, mine: slice, group: str) -> Iterator[SavedInterval]:
+    """Yield where the long states of a trained flat's parameters are kept, as far as they lie in `mine`."""
+    for span in spans:
+        states = spans.long_states(span)
+        for part in pieces_in(mine, spans.flat, span.pieces):
+            of = spans.flat.layout.intervals[part.index]
+            for name, (tensor, origin) in states.items():
+                offset = part.offset - origin
+                yield saved_interval("state", of, part, tensor, offset, state=name, group=group)
+
+
+def gradient_intervals(
+    flat: Flat, mine: slice, group: str, dtypes: Collection[torch.dtype] = ()
+) -> Iterator[SavedInterval]:
+    """Yield where the gradients of a flat's parameters are kept, as far as they lie in `mine`, in a form that loses
+    nothing of these dtypes. Parameters without elements lie at its start."""
+    gradient = flat.gradient
+    assert gradient is not None
+    if any(torch.promote_types(dtype, gradient.rest_dtype) != gradient.rest_dtype for dtype in dtypes):
+        gradient.use_sum()
+    gradient.take_memory()
+    tensor = gradient.tier_tensor()
+    intervals = flat.layout.intervals
+    empty = [Piece(index, 0, 0, 0) for index, interval in enumerate(intervals) if not (mine.start or interval.numel)]
+    for part in (*empty, *pieces_in(mine, flat)):
+        yield saved_interval("gradient", intervals[part.index], part, tensor, part.offset, group=group)
+
+
+def scalar_states(updater: Updater, rank: int) -> dict[str, dict[str, Any]]:
+    """Return scalar states, such as counts of steps, by name of parameter, as far as this rank owns any of it."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for flat, spans in updater.spans.items():
+        owned = {piece.index for piece in pieces_in(flat.layout.shard(rank), flat)}
+        for span in spans:
+            scalars = {
+                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                for key, value in spans.scalar_states(span).items()
+            }
+            if scalars:
+                names = [flat.layout.intervals[piece.index].name for piece in span.pieces if piece.index in owned]
+                by_name |= dict.fromkeys(names, scalars)
+    return by_name
+
+
+def updated_intervals(flat: Flat) -> list[tuple[str, Stretch]]:
+    """Return the elements of each parameter that this rank updates, by name."""
+    pairs = [(flat.layout.intervals[piece.index], piece) for piece in flat.layout.pieces(flat.region)]
+    return [(of.name, Stretch(of.origin, of.shape, piece.start, piece.stop)) for of, piece in pairs]
