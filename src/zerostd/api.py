@@ -68,7 +68,7 @@ def prepare(
         stage: 0 is data parallel; 1 shards optimizer states, 2 also gradients, 3 also parameters. None: planned, or 3
             if a placement is given.
         placement: Where each kind of state is kept: a tier or shares of tiers. None: planned for the shortest step.
-        precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
+        precision: 'fp32', 'bf16', 'fp16' or a `Precision`; 16-bit runs keep fp32 masters. None: each parameter's dtype.
         accumulate: Backward passes per step; offloaded updates then begin inside the last pass. None: any number.
         max_grad_norm: Clip gradients to this global norm in every step.
         budget: Limit of each tier from the first step on, and the path of the disk. A single size limits the device.
