@@ -19,7 +19,7 @@ from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.checkpointing.storage.remote import RemotePath, place_of
 from zerostd.communication import World
-from zerostd.communication.world import Mesh
+from zerostd.communication.meshes import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
@@ -108,7 +108,7 @@ def _start(model: Model, optimizer: torch.optim.Optimizer | None, settings: Sett
     check_budget(settings.budget)
     runtime = build(model, optimizer, check_settings(settings, model, optimizer))
     object.__setattr__(model, MARK, runtime)
-    announce(runtime.settings, runtime.world)
+    announce(runtime.settings, runtime.world, runtime.blueprints)
     warn_of_idle_accelerator(settings, runtime.world)
     if optimizer is None:
         runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zerostd.communication.world import Mesh
+from zerostd.communication.meshes import Mesh
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 
