@@ -27,12 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerostd.communication.attempts import is_everyone, listed, store_of
 from zerostd.communication.dtensors import Rows, check_layouts, find_splits
 from zerostd.communication.link import ServerLink
 from zerostd.communication.meeting import meet
 from zerostd.communication.meshes import Mesh, rows_of
 from zerostd.communication.peers import Peers
-from zerostd.compat import default_store, named_group
+from zerostd.compat import named_group
 from zerostd.errors import MisuseError, PrepareError, is_whole
 from zerostd.policy import MOST_RANKS
 
@@ -180,7 +181,7 @@ class World:
         ranks = [rank for split in splits for row in split for rank in row]
         size = len(ranks)
         local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-        peers = Peers(_store_of(everyone), here, everyone, timeout_s)
+        peers = Peers(here, everyone, timeout_s)
         channels = link = None
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
@@ -310,30 +311,14 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _store_of(ranks: Sequence[int]) -> Any:
-    """Return the store in which these ranks meet: the default group's, under a name of their own if they are some."""
-    store = default_store()
-    if _is_everyone(ranks):
-        return store
-    return dist.PrefixStore(f"ranks {_listed(ranks)}", store)  # type: ignore[attr-defined]  # not among its exports
-
-
 def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
     """Make a process group of these ranks. All of them call it, and no others need to."""
-    if _is_everyone(ranks):
+    if is_everyone(ranks):
         everyone: dist.ProcessGroup = dist.new_group(backend=backend, timeout=limit)
         return everyone
-    count = _store_of(ranks).add(f"groups of {dist.get_rank()}", 1)  # the same on all, which make them in one order
-    group: dist.ProcessGroup = named_group(ranks, backend, limit, f"zerostd/{_listed(ranks)}/{count}")
+    count = store_of(ranks).add(f"groups of {dist.get_rank()}", 1)  # the same on all, which make them in one order
+    group: dist.ProcessGroup = named_group(ranks, backend, limit, f"zerostd/{listed(ranks)}/{count}")
     return group
-
-
-def _is_everyone(ranks: Sequence[int]) -> bool:
-    return list(ranks) == list(range(dist.get_world_size()))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return "-".join(map(str, ranks))
 
 
 def _timeout_s() -> float:
