@@ -141,7 +141,7 @@ def plan(
             and activations. A model with values runs a few passes and is unchanged afterwards; on the meta device, or
             for another machine, operations are counted. None: the plan covers model state only.
         world_size: Number of ranks to plan for. None: the ranks of this job.
-        machine: The machine to plan for. None: this machine, which is measured once.
+        machine: The machine to plan for. None: this one, measured once. All ranks must call it, and get the same plan.
         stage: This and all other arguments are as for prepare.
 
     Returns:

@@ -17,6 +17,7 @@ from zerostd.communication import Control, World
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
+from zerostd.measuring.machine import from_first
 from zerostd.measuring.model import untried_profile
 from zerostd.monitoring.texts import percent_text
 from zerostd.parameters.blueprints import Blueprint
@@ -113,17 +114,20 @@ class PlanSearch:
         return any(member.options is not None for group in self.blueprints for member in group.members)
 
     def plan(self, profile: ModelProfile | None, machine: MachineProfile | None) -> Plan:
-        """Return a plan for a world that need not exist here. Without a profile the batch is not known."""
+        """Return a plan for a world that need not exist here. Without a profile the batch is not known. Without a
+        machine, all ranks of this job call it together, and get the plan of the first."""
         budget = self.settings.budget
         left = self.left if profile is None else 0.0
         if machine is not None:
             limits = find_limits(budget, self.world, 0, machine.free, left=left)
             return self.propose_replicas(limits, profile, shared(machine, self.world.local_size))
-        limits = find_limits(budget, self.world, _held(self.blueprints, self.world), left=left)
-        plan = self.all_on_device(limits) if profile is None else None
-        if plan is not None:
-            return plan
-        return self.propose_replicas(limits, profile, load_or_measure(self.world.device, disk_path=budget.disk_path))
+        with contextlib.closing(World.discover(self.world.device)) as here:
+            control = Control(here)
+            limits = least_limits(control, budget, _held(self.blueprints, self.world), left=left, world=self.world)
+            if profile is None and (plan := self.all_on_device(limits)):
+                return plan
+            machine = load_or_measure(self.world.device, disk_path=budget.disk_path)
+            return from_first(control, partial(self.propose_replicas, limits, profile, machine))
 
     @property
     def left(self) -> float:
