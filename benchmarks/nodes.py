@@ -3,8 +3,9 @@
     sudo python benchmarks/nodes.py --rate 400 --steps 6 --write nodes-cpu
 
 Four gloo ranks, two in each namespace, train the same fp32 GPT on the same data. Systems take turns of a few steps in
-one process each. Bytes between the nodes are counted by the kernel at the wire. Those of hybrid sharding stand beside
-their closed form: a gradient slice is averaged over the nodes, nothing else crosses. Needs Linux, root, `ip` and `tc`.
+one process each; "planned" follows `zerostd.plan`, with the wires that the job measures. Bytes between the nodes are
+counted by the kernel at the wire. Those of hybrid sharding stand beside their closed form: a gradient slice is averaged
+over the nodes, nothing else crosses. Needs Linux, root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, 
 NUM_NODES = 2
 RANKS_PER_NODE = 2
 SYSTEMS = ("FSDP2", "FSDP2 hybrid", "stage 3", "stage 3 secondary", "stage 3 hybrid", "stage 2", "stage 2 hybrid")
+SYSTEMS += ("planned",)
 
 
 def run(*words: str) -> str:
@@ -77,6 +79,12 @@ def prepare(system: str, model: nn.Module) -> tuple[nn.Module, Any]:
     mesh = init_device_mesh("cpu", (NUM_NODES * RANKS_PER_NODE,))
     if system.endswith("hybrid") or keeps_secondary:
         mesh = init_device_mesh("cpu", (NUM_NODES, RANKS_PER_NODE), mesh_dim_names=("replicate", "shard"))
+    if system == "planned":
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        plan = zerostd.plan(model, optimizer, batch=draw(torch.Generator().manual_seed(0), 2, SHAPE.length))
+        if dist.get_rank() == 0:
+            print(plan.explain(), file=sys.stderr)
+        return zerostd.prepare(model, optimizer, plan=plan)
     if not system.startswith("FSDP2"):
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         placement = zerostd.Placement(secondary_shards=keeps_secondary)

@@ -20,7 +20,7 @@ from zerostd.checkpointing.storage import PendingSave, Saving
 from zerostd.checkpointing.storage import latest as newest
 from zerostd.checkpointing.storage.remote import RemotePath, place_of
 from zerostd.communication import World
-from zerostd.communication.world import Mesh
+from zerostd.communication.meshes import Mesh
 from zerostd.engine.averaging import Average, AverageOptions, make_average
 from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
@@ -70,7 +70,7 @@ def prepare(
         stage: 0 is data parallel; 1 shards optimizer states, 2 also gradients, 3 also parameters. None: planned, or 3
             if a placement is given.
         placement: Where each kind of state is kept: a tier or shares of tiers. None: planned for the shortest step.
-        precision: 'fp32', 'bf16' or 'fp16'; 16-bit runs keep fp32 masters. None keeps each parameter's dtype.
+        precision: 'fp32', 'bf16', 'fp16' or a `Precision`; 16-bit runs keep fp32 masters. None: each parameter's dtype.
         accumulate: Backward passes per step; offloaded updates then begin inside the last pass. None: any number.
         max_grad_norm: Clip gradients to this global norm in every step.
         budget: Limit of each tier from the first step on, and the path of the disk. A single size limits the device.
@@ -110,7 +110,7 @@ def _start(model: Model, optimizer: torch.optim.Optimizer | None, settings: Sett
     check_budget(settings.budget)
     runtime = build(model, optimizer, check_settings(settings, model, optimizer))
     object.__setattr__(model, MARK, runtime)
-    announce(runtime.settings, runtime.world)
+    announce(runtime.settings, runtime.world, runtime.blueprints)
     warn_of_idle_accelerator(settings, runtime.world)
     if optimizer is None:
         runtime.late_optimizer = LateOptimizer(functools.partial(attach_late, runtime), runtime.gradients)
@@ -146,7 +146,7 @@ def plan(
             and activations. A model with values runs a few passes and is unchanged afterwards; on the meta device, or
             for another machine, operations are counted. None: the plan covers model state only.
         world_size: Number of ranks to plan for. None: the ranks of this job.
-        machine: The machine to plan for. None: this machine, which is measured once.
+        machine: The machine to plan for. None: this one, measured once. All ranks must call it, and get the same plan.
         stage: This and all other arguments are as for prepare.
 
     Returns:

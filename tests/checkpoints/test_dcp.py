@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerostd
@@ -66,14 +67,14 @@ def steps(model: nn.Module, optimizer: Any, first: int, count: int) -> list[floa
     return losses
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def save_with_fsdp2(path: str) -> list[float]:
-    model = sharded(seeded(Net))
+def save_with_fsdp2(path: str, mesh: DeviceMesh | None = None) -> list[float]:
+    model = sharded(seeded(Net), mesh)
     optimizer = adamw(model)
     steps(model, optimizer, 0, 3)
     of_model, of_optimizer = get_state_dict(model, optimizer)
@@ -81,9 +82,9 @@ def save_with_fsdp2(path: str) -> list[float]:
     return steps(model, optimizer, 3, 3)
 
 
-def load_with_fsdp2(path: str) -> list[float]:
+def load_with_fsdp2(path: str, mesh: DeviceMesh | None = None) -> list[float]:
     torch.manual_seed(99)
-    model = sharded(Net())
+    model = sharded(Net(), mesh)
     optimizer = adamw(model)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.load({"model": of_model, "optim": of_optimizer}, checkpoint_id=path)
@@ -133,6 +134,26 @@ def test_fsdp2_programs_read_ours_and_we_read_theirs(ranks: Any, tmp_path: Path)
         for name, losses in results.items():
             assert losses == pytest.approx(results["fsdp2"], rel=1e-5), name
         assert results["again"] == results["after"]
+
+
+def replicas_both_ways(rank: int, folder: str) -> dict[str, Any]:
+    """FSDP2 on a mesh of two dimensions to ours on the same mesh, and ours to FSDP2 with and without one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results: dict[str, Any] = {"fsdp2": save_with_fsdp2(f"{folder}/theirs", mesh)}
+    model, optimizer = prepared(stage=3, mesh=mesh)
+    zerostd.load_dcp(f"{folder}/theirs", model, optimizer)
+    zerostd.save_dcp(f"{folder}/ours", model, optimizer)
+    results["replicas"] = steps(model, optimizer, 3, 3)
+    zerostd.release(model)
+    results["flat in fsdp2"] = load_with_fsdp2(f"{folder}/ours")
+    results["replicas in fsdp2"] = load_with_fsdp2(f"{folder}/ours", mesh)
+    return results
+
+
+def test_replicas_of_fsdp2_programs_read_ours_and_we_read_theirs(ranks: Any, tmp_path: Path) -> None:
+    for results in ranks(4, replicas_both_ways, str(tmp_path)):
+        for name, losses in results.items():
+            assert losses == pytest.approx(results["fsdp2"], rel=1e-5), name
 
 
 def test_another_number_of_ranks_and_a_url(tmp_path: Path) -> None:

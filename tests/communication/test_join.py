@@ -8,14 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerostd
+from support.compare import worst_error
+from support.parallel_gpt import ParallelGPT, loss, parallelize
+from support.side_by_side import adamw, seeded
 from zerostd import MisuseError
 
 WIDTH = 12
 LIMIT = 2e-6
 FORMS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
     "stage 2, host": {"stage": 2, "placement": zerostd.Placement(optimizer_states="host")},
     "stage 3": {"stage": 3},
     "stage 3, clipped": {"stage": 3, "max_grad_norm": 0.05},
@@ -72,6 +77,48 @@ def test_the_mean_is_over_ranks_that_have_a_batch(ranks, options):
     for error, num_seen in ranks(3, joined, [2, 5, 3], options, 1):
         assert error < LIMIT
         assert num_seen == 5
+
+
+def joined_in_replicas(rank: int) -> list[float]:
+    """Two replicas on two ranks each: the last batch is that of one rank of one replica."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    secondary = {"placement": zerostd.Placement(secondary_shards=True)}
+    forms = [{"stage": stage, "max_grad_norm": 0.05} for stage in (1, 2, 3)] + [{"stage": 3, **secondary}]
+    return [joined(rank, [2, 5, 3, 1], {"mesh": mesh, **form}, 1)[0] for form in forms]
+
+
+def test_replicas_join(ranks):
+    for errors in ranks(4, joined_in_replicas):
+        assert max(errors) < LIMIT, errors
+
+
+def joined_in_splits(rank: int) -> list[float]:
+    """A tensor-parallel model of which one pair of ranks has fewer batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    here = mesh.get_local_rank("dp")
+    counts = [2, 4]
+    whole = seeded(ParallelGPT)
+    plain = adamw(whole)
+    for step in range(max(counts)):
+        torch.stack([loss(whole, step, dp) for dp in range(2) if step < counts[dp]]).mean().backward()
+        plain.step()
+        plain.zero_grad()
+    errors = []
+    for stage in (1, 3):
+        model = parallelize(seeded(ParallelGPT), mesh["tp"])
+        model, optimizer = zerostd.prepare(model, adamw(model), mesh=mesh["dp"], stage=stage, groups=["blocks.*"])
+        for step in zerostd.join(model, list(range(counts[here]))):
+            loss(model, step, here).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        errors.append(worst_error(zerostd.full_state_dict(model), whole.state_dict()).error)
+        zerostd.release(model)
+    return errors
+
+
+def test_splits_join(ranks):
+    for errors in ranks(4, joined_in_splits):
+        assert max(errors) < 1e-5, errors
 
 
 @pytest.mark.parametrize("stage", [0, 3])

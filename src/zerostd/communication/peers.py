@@ -35,9 +35,11 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
+from zerostd.communication.attempts import Attempt
 from zerostd.communication.pending import Pending, QueuedCollective, abort
 from zerostd.communication.places import Place
 from zerostd.communication.sockets import host_name, is_loopback, listen, map_at_once, receive, store_host
+from zerostd.compat import default_store
 from zerostd.errors import CommunicationError
 from zerostd.tiers import Transfer
 
@@ -59,9 +61,9 @@ OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()  # those with a socket
 class Peers:
     """This rank's place, and the way to the places of all others. One for each prepared model."""
 
-    def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
-        """Meet all ranks at the store. Raises CommunicationError with the ranks that have not come in time. `ranks` are
-        those of the default process group, by their number here: errors name them."""
+    def __init__(self, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        """Meet all ranks at the store. `ranks` are those of the default process group, by their number here: errors
+        name them."""
         self.place = Place(rank, seconds=time.monotonic())
         self.ranks = tuple(ranks)
         self.timeout_s = timeout_s
@@ -73,52 +75,25 @@ class Peers:
         self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
         self._suspects: dict[int, float] = {}  # see [Note: ranks that stray]: when they were heard first
-        host = store_host(store)
+        host = store_host(default_store())
         self._socket = listen(host)
-        number = store.add(f"zerostd/prepare/{rank}", 1)  # of this rank's calls of prepare
-        self._key = f"zerostd/{number}"
         try:
-            self._addresses = self._meet(store, host, len(self.ranks))
+            attempt = Attempt(ranks)
+            self._key = attempt.key
+            self._addresses = self._meet(attempt, host)
         except BaseException:
             self._socket.close()
-            with contextlib.suppress(RuntimeError):  # as if it had not called: the next time it counts as the first
-                store.add(f"zerostd/prepare/{rank}", -1)
-                store.delete_key(f"{self._key}/{rank}")
             raise
         _close_in_children()
         OPEN.add(self)
         threading.Thread(target=self._serve, name="zerostd peers", daemon=True).start()
 
-    def _meet(self, store: Any, host: str, size: int) -> list[tuple[str, int]]:
+    def _meet(self, attempt: Attempt, host: str) -> list[tuple[str, int]]:
         address: Sequence[Any] = self._socket.getsockname()[:2]
-        store.set(f"{self._key}/{self.place.rank}", json.dumps([*address, host_name()]))
-        keys = [f"{self._key}/{rank}" for rank in range(size)]
-        try:
-            store.wait(keys, timedelta(seconds=self.timeout_s))
-            texts = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.ranks[self.place.rank]} gave up waiting in zerostd.prepare() (time limit "
-                f"{self.timeout_s:g} s): {self._missing(store, keys)}. Every rank must prepare the same models, in the "
-                "same order"
-            ) from error
-        if self.place.rank == 0:
-            store.delete_key(f"{self._key}/missing")
-        addresses = [json.loads(text) for text in texts]
+        addresses = attempt.meet([*address, host_name()], self.timeout_s)
         self.hosts = {rank: name for rank, (_, _, name) in zip(self.ranks, addresses, strict=True)}
         here = is_loopback(address[0])
         return [(host if is_loopback(name) and not here else name, port) for name, port, _ in addresses]
-
-    def _missing(self, store: Any, keys: list[str]) -> str:
-        """Return the missing ranks, in words. The first rank that gives up tells all others, which then miss it too."""
-        verdict = f"{self._key}/missing"
-        try:
-            if not store.check([verdict]):
-                missing = [f"rank {rank}" for rank, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
-                store.set(verdict, f"{', '.join(missing)} did not call it" if missing else "all called it too late")
-            return str(store.get(verdict).decode())
-        except RuntimeError:
-            return "the store does not answer, so the process that keeps it, often rank 0, has ended"
 
     # The loop's side
 

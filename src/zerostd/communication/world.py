@@ -15,6 +15,7 @@ the rows of the mesh are nodes: all their ranks share the model state, and each 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,15 +27,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerostd.communication.attempts import is_everyone, listed, store_of
 from zerostd.communication.dtensors import Rows, check_layouts, find_splits
 from zerostd.communication.link import ServerLink
 from zerostd.communication.meeting import meet
+from zerostd.communication.meshes import Mesh, rows_of
 from zerostd.communication.peers import Peers
-from zerostd.compat import default_store, named_group
+from zerostd.compat import named_group
 from zerostd.errors import MisuseError, PrepareError, is_whole
 from zerostd.policy import MOST_RANKS
-
-Mesh = DeviceMesh | dist.ProcessGroup | None  # the ranks that train a model; None: all of them
 
 TIMEOUT_VARIABLE = "ZEROSTD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 300.0
@@ -131,6 +132,14 @@ class World:
         return 1 if node is None else node.size()
 
     @property
+    def num_hosts(self) -> int:
+        """The number of hosts, if each has as many neighbouring ranks as the others; 1 if not, or if nobody knows."""
+        hosts = [] if self.channels is None else [*self.channels.peers.hosts.values()]
+        runs = [(host, len(list(run))) for host, run in itertools.groupby(hosts)]
+        are_equal = len({size for _, size in runs}) == 1 and len({host for host, _ in runs}) == len(runs)
+        return len(runs) if are_equal else 1
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other rank has gradients of the same parameters."""
         return self.num_shards * self.num_replicas == 1
@@ -153,7 +162,7 @@ class World:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) != 1:
             with _environment(WATCHDOG):
                 meet(torch.device("cpu") if num_servers else device, limit)  # servers have no accelerator
-        nodes = _rows(mesh, device)
+        nodes = rows_of(mesh, device)
         rows = [[rank for row in nodes for rank in row]] if has_nodes else nodes
         splits = find_splits(rows, beside)
         everyone = [rank for split in splits for row in split for rank in row]
@@ -172,7 +181,7 @@ class World:
         ranks = [rank for split in splits for row in split for rank in row]
         size = len(ranks)
         local_size = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-        peers = Peers(_store_of(everyone), here, everyone, timeout_s)
+        peers = Peers(here, everyone, timeout_s)
         channels = link = None
         with contextlib.ExitStack() as on_failure, _environment(WATCHDOG):
             on_failure.callback(peers.close)
@@ -302,63 +311,14 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def shape_of(mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of a DeviceMesh; of none and of process groups it is empty."""
-    return tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else ()
-
-
-def _rows(mesh: Mesh, device: torch.device) -> Rows:
-    """Return the ranks of a mesh, row by row. The ranks of a row share the model state."""
-    if mesh is None:
-        return [list(range(dist.get_world_size() if dist.is_initialized() else 1))]
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim > 2:
-            raise PrepareError(
-                f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}: it must have one (shard) "
-                "or two (replicate, shard). Select them, as in mesh['replicate', 'shard']"
-            )
-        if mesh.device_type != device.type:
-            raise PrepareError(f"mesh has {mesh.device_type} devices, but the model is on {device}: use the same kind")
-        rows = [[int(rank) for rank in row] for row in mesh.mesh.reshape(-1, mesh.shape[-1]).tolist()]
-    elif isinstance(mesh, dist.ProcessGroup):
-        rows = [dist.get_process_group_ranks(mesh)]
-    else:
-        raise PrepareError(f"mesh={mesh!r} must be a torch DeviceMesh or a process group")
-    ranks = [rank for row in rows for rank in row]
-    here = dist.get_rank()
-    if here not in ranks:
-        raise PrepareError(f"rank {here} is not in mesh, which has the ranks {ranks}: call prepare on those only")
-    if max(ranks) >= dist.get_world_size():
-        raise PrepareError(f"mesh has the ranks {ranks}, but the job has {dist.get_world_size()}: leave the others out")
-    if ranks != sorted(set(ranks)):
-        raise PrepareError(f"mesh has the ranks {ranks}: they must ascend row by row, as init_device_mesh orders them")
-    return rows
-
-
-def _store_of(ranks: Sequence[int]) -> Any:
-    """Return the store in which these ranks meet: the default group's, under a name of their own if they are some."""
-    store = default_store()
-    if _is_everyone(ranks):
-        return store
-    return dist.PrefixStore(f"ranks {_listed(ranks)}", store)  # type: ignore[attr-defined]  # not among its exports
-
-
 def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
     """Make a process group of these ranks. All of them call it, and no others need to."""
-    if _is_everyone(ranks):
+    if is_everyone(ranks):
         everyone: dist.ProcessGroup = dist.new_group(backend=backend, timeout=limit)
         return everyone
-    count = _store_of(ranks).add(f"groups of {dist.get_rank()}", 1)  # the same on all, which make them in one order
-    group: dist.ProcessGroup = named_group(ranks, backend, limit, f"zerostd/{_listed(ranks)}/{count}")
+    count = store_of(ranks).add(f"groups of {dist.get_rank()}", 1)  # the same on all, which make them in one order
+    group: dist.ProcessGroup = named_group(ranks, backend, limit, f"zerostd/{listed(ranks)}/{count}")
     return group
-
-
-def _is_everyone(ranks: Sequence[int]) -> bool:
-    return list(ranks) == list(range(dist.get_world_size()))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return "-".join(map(str, ranks))
 
 
 def _timeout_s() -> float:

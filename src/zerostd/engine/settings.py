@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zerostd.communication.world import Mesh
+from zerostd.communication.meshes import Mesh
 from zerostd.planning import Plan
 from zerostd.policy import Budget, Placement, Precision, Stage
 
@@ -37,6 +37,7 @@ class Settings:
         return [
             f"stage {None if self.stage is None else self.stage.value}",
             f"precision {self.precision.name}",
+            f"compute {self.precision.compute}, reduce {self.precision.reduce}, scales {self.precision.scales_loss}",
             f"placement {self.placement}",
             f"plan {None if self.plan is None else self.plan.to_json()}",
             f"accumulate {self.accumulate}",

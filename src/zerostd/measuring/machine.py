@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zerostd.communication import Control, World
-from zerostd.communication.world import Mesh, thread_budget
+from zerostd.communication.meshes import Mesh, Replicas, shape_of
+from zerostd.communication.world import thread_budget
 from zerostd.errors import CommunicationError, PrepareError, ZerostdError
 from zerostd.measuring.identity import choose_device, free_bytes, machine_name, parse_device, versions
 from zerostd.measuring.rates import (
@@ -35,6 +36,7 @@ from zerostd.measuring.rates import (
     busy_memory,
     disk_rates,
     finish,
+    levels_of,
     link_rates,
     matrix_rates,
     resident_ns,
@@ -87,7 +89,7 @@ def measure_machine(
     disk_path = None if disk_path is None else os.path.abspath(path_of(disk_path, "disk_path", PrepareError))
     if not (on_progress is None or callable(on_progress)) or not isinstance(sizes, TrialSizes):
         raise PrepareError(f"on_progress={on_progress!r} must be a function, and sizes={sizes!r} a TrialSizes")
-    with contextlib.closing(World.discover(device)) as world:
+    with _joined(device, None) as world:
         control = Control(world)
         return _with_free(measure_together(control, disk_path, on_progress, sizes), control, disk_path)
 
@@ -106,13 +108,13 @@ def load_or_measure(
     A kept profile is used if machine, versions and number of ranks are those of now; a directory on a disk that was not
     measured is tried and added. A call without a directory gets the profile without disk rates, and a call in a world
     of one gets it without wires. All ranks call it together, as they do `measure_machine`; `again` measures whatever
-    was kept. With a mesh, its ranks are all.
+    was kept. With a mesh, its ranks are all, and its rows the inner level of the wires.
     """
     device = choose_device(device)
     disk_path = None if disk_path is None else os.path.abspath(disk_path)
-    with contextlib.closing(World.discover(device, mesh)) as world:
+    with _joined(device, mesh) as world:
         control = Control(world)
-        kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, world.num_shards))
+        kept = from_first(control, lambda: None if again else _read_kept(device, disk_path, levels_of(world)))
         profile = kept or measure_together(control, disk_path, on_progress, sizes)
         if disk_path is not None and profile.disk is None:
             profile = replace(profile, disk=from_first(control, lambda: disk_rates(disk_path, sizes)))
@@ -122,6 +124,19 @@ def load_or_measure(
             path = cache_file(profile.name, profile.versions)
             write_cached(path, profile.to_json(), "the machine profile", "it is measured again next time")
         return profile
+
+
+@contextlib.contextmanager
+def _joined(device: torch.device, mesh: Mesh) -> Iterator[World]:
+    """Join the ranks of a mesh, all of which share a model, with its rows as nodes. Without a mesh, nodes are hosts, if
+    there are several with as many neighbouring ranks each."""
+    has_rows = isinstance(mesh, Replicas) or len(shape_of(mesh)) == 2
+    with contextlib.closing(World.discover(device, mesh, has_nodes=has_rows)) as world:
+        if mesh is None and world.num_hosts > 1:
+            with contextlib.closing(World.discover(device, Replicas(world.num_hosts), has_nodes=True)) as by_host:
+                yield by_host
+        else:
+            yield world
 
 
 # -- measuring --
@@ -137,7 +152,7 @@ def measure_together(
         profile = from_first(control, lambda: _measure(world.device, disk_path, tell, sizes))
         if world.size > 1:
             tell("collectives among ranks")
-        return replace(profile, wires=wire_rates(world, sizes))
+        return replace(profile, wires=control.collect(wire_rates(world, sizes))[0])
     finally:
         if world.device.type != "cpu":  # give back what torch keeps for later
             finish(world.device)
@@ -272,7 +287,7 @@ def cached(kind: str, key: Any) -> Path:
     return Path(folder) / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
-def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> MachineProfile | None:
+def _read_kept(device: torch.device, disk_path: str | None, levels: list[int]) -> MachineProfile | None:
     """Return the saved profile without what is not asked for; None if it is of another machine or version."""
     name = machine_name(device)
     now = versions(device)
@@ -283,12 +298,12 @@ def _read_kept(device: torch.device, disk_path: str | None, num_ranks: int) -> M
     if (kept.name, kept.device, kept.versions) != (name, device.type, now):
         log.warning("measuring the machine again: %s is from another machine or other versions", path)
         return None
-    if num_ranks > 1 and [wire.ranks for wire in kept.wires] != [num_ranks]:
+    if levels and [wire.ranks for wire in kept.wires] != levels:
         return None
     disk = None
     if kept.disk is not None and disk_path is not None and _share_file_system(kept.disk.path, disk_path):
         disk = replace(kept.disk, path=disk_path)
-    return replace(kept, disk=disk, wires=() if num_ranks == 1 else kept.wires)
+    return replace(kept, disk=disk, wires=kept.wires if levels else ())
 
 
 def _share_file_system(first: str, second: str) -> bool:

@@ -311,11 +311,24 @@ def _requests_per_s(requests: Sequence[Callable[[int], Transfer]], most: int, si
 # -- wires --
 
 
+def levels_of(world: World) -> list[int]:
+    """Return the numbers of ranks that wires are measured among: of a node, if there are several, and of all."""
+    return sorted({size for size in (world.node_size, world.num_shards) if size > 1})
+
+
 def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
-    """Return one wire among the ranks that share a model, which call this together; none for one alone."""
+    """Return the wires among the ranks that share a model, which call this together: first that inside a node, which
+    all nodes measure at the same time. None for one rank alone."""
+    levels = levels_of(world)
+    wires = [] if world.channels is None or not levels else [_wire_rate(world, "world", sizes)]
+    if len(levels) > 1:
+        assert world.channels is not None and world.channels.node is not None
+        wires.insert(0, _wire_rate(world.inside(world.channels.node), "node", sizes))
+    return tuple(wires)
+
+
+def _wire_rate(world: World, name: str, sizes: TrialSizes) -> Wire:
     num_ranks = world.num_shards
-    if num_ranks == 1:
-        return ()
     wires = SharedWires(world, Ledger())
     least = ALIGNMENT * world.size
     full = torch.ones(max(least, sizes.wire // 2 // least * least), dtype=torch.bfloat16, device=world.device)
@@ -335,7 +348,7 @@ def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
             break
         numel = min(full.numel(), GROWTH * numel)
     latency, bandwidth = fit(points)
-    return (Wire("world", num_ranks, bandwidth, latency),)
+    return Wire(name, num_ranks, bandwidth, latency)
 
 
 def _collective_s(wires: Wires, start: Callable[[], Transfer], sizes: TrialSizes) -> float:

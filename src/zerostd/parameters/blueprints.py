@@ -86,7 +86,7 @@ def find_blueprints(
     globs: Sequence[str] | None,
     num_ranks: int = 1,
 ) -> list[Blueprint]:
-    """Return a blueprint for each group of a model whose state `num_ranks` ranks share. A parameter that several groups
+    """Return a blueprint for each group of a model that `num_ranks` ranks train. A parameter that several groups
     use belongs to the root. Without an optimizer, all parameters that train are treated as one param_group."""
     param_groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
     options = {p: index for index, group in enumerate(param_groups) for p in group["params"] if p.requires_grad}

@@ -90,7 +90,8 @@ class Plan:
 
     homes: Mapping[str, Homes]
     stage: Stage = Stage.PARAMETERS
-    world_size: int = 1
+    world_size: int = 1  # ranks that share the model state
+    num_replicas: int = 1  # of it, each on as many neighbouring ranks
     speculate: bool = False
     keep_gradients: bool = True
     adaptive: bool = True  # may be revised during training, when it proves wrong
@@ -238,6 +239,7 @@ def _table(plan: Plan) -> list[str]:
 def _sentences(plan: Plan) -> list[str]:
     predicted = plan.predicted
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size > 1 else "")
+    ranks += f" for each of {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
     lines = [f"Stage {plan.stage.value} on {ranks}" + (", with speculative updates." if plan.speculate else ".")]
     if not plan.keep_gradients:
         lines.append("Gradients are freed as groups are updated inside backward, so p.grad cannot be read.")

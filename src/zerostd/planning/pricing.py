@@ -55,6 +55,7 @@ def plan_of(solution: Solution) -> Plan:
         homes=solution.homes,
         stage=request.stage,
         world_size=request.world_size,
+        num_replicas=request.num_replicas,
         speculate=request.speculates and any(share.resident < 1 for share in solution.shares),
         keep_gradients=request.keeps_gradients,
         codec=request.codec,

@@ -164,6 +164,10 @@ class PlanRequest:
             return False
         return self.world_size == 1 or kind is Kind.OPTIMIZER_STATES or shards(self.stage, kind)
 
+    def on_replicas(self, count: int) -> PlanRequest:
+        """Return the same for `count` times as many replicas of the model state, each on a part of the ranks."""
+        return replace(self, world_size=self.world_size // count, num_replicas=self.num_replicas * count)
+
     def wire_s(self, size: float) -> float:
         """Return the seconds of a collective that gathers or reduces this many bytes."""
         wire = wire_of(self.machine.wires, self.world_size)

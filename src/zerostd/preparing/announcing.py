@@ -28,10 +28,33 @@ SHOWN = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
 log = logging.getLogger("zerostd")
 
 
-def announce(settings: Settings, world: World) -> None:
-    """Log the decisions in one line."""
+def announce(settings: Settings, world: World, blueprints: Sequence[Blueprint]) -> None:
+    """Log the decisions in one line, and in another one what a mesh of several hosts would change."""
     if world.rank == 0:
         _say(summary(settings, world))
+        if advice := about_hosts(settings, world, blueprints):
+            _say(advice)
+
+
+def about_hosts(settings: Settings, world: World, blueprints: Sequence[Blueprint]) -> str:
+    """Return that gathers could stay inside hosts, and what that takes; empty if they do, or cannot."""
+    size, rest = divmod(world.num_shards, world.num_hosts)
+    is_open = settings.mesh is None and settings.has_optimizer and world.link is None and world.num_hosts > 1
+    if not is_open or world.num_replicas * world.num_splits > 1 or size == 1 or rest or not settings.stage:
+        return ""
+    taken = []
+    with contextlib.suppress(PrepareError):  # of shares that no other number of ranks can keep
+        for each in (world, replace(world, num_replicas=world.num_hosts)):
+            rules = rules_for(settings, each, blueprints)
+            taken.append(sum(predict(plan_flats(blueprints, rules), rules)[Tier.DEVICE].values()))
+    if len(taken) < 2:
+        return ""
+    mesh = f"init_device_mesh({world.device.type!r}, ({world.num_hosts}, {size}))"
+    return (
+        f"the ranks are on {world.num_hosts} hosts: with mesh={mesh} only slices of gradients would go from host to "
+        f"host. Without activations, a rank would take {size_text(taken[1])} of the device instead of "
+        f"{size_text(taken[0])}"
+    )
 
 
 def _say(line: str) -> None:
@@ -51,6 +74,7 @@ def summary(settings: Settings, world: World) -> str:
     for kind in kinds:
         homes.setdefault(_home(placement, kind), []).append(kind.value.replace("_", " "))
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    ranks += f" in {world.num_replicas} replicas" if world.num_replicas > 1 else ""
     dtypes = "dtypes as given" if settings.precision.compute is None else settings.precision.name
     parts = [f"stage {stage.value} on {ranks} ({world.device}), {dtypes}"]
     parts += [f"{', '.join(names)} on {home}" for home, names in homes.items()]

@@ -16,9 +16,12 @@ FOR_LIBRARIES = 128 << 20  # bytes of an accelerator that matrix products take t
 UNSEEN = 0.01  # of an accelerator's budget, or as much as for libraries: what operations take that nobody counts
 
 
-def least_limits(control: Control, budget: Budget, held: int, *, left: float = FOR_ACTIVATIONS) -> dict[Tier, int]:
-    """Return what the rank with the least may use of each tier. All ranks call it together."""
-    by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, control.world, held, left=left))
+def least_limits(
+    control: Control, budget: Budget, held: int, *, left: float = FOR_ACTIVATIONS, world: World | None = None
+) -> dict[Tier, int]:
+    """Return what the rank with the least may use of each tier, in this world or another one. All ranks call it
+    together."""
+    by_rank: list[dict[Tier, int]] = control.collect(find_limits(budget, world or control.world, held, left=left))
     return {tier: min(limits[tier] for limits in by_rank) for tier in by_rank[0]}
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from zerostd.communication import Control, NodeWires, Wires, World
 from zerostd.communication.coded_wires import make_wires
 from zerostd.communication.dtensors import local_values, mesh_of
+from zerostd.communication.meshes import Replicas
 from zerostd.communication.servers import WorkerWires
 from zerostd.communication.wires import wires_to_peers
 from zerostd.engine.runtime import Resources, Runtime
@@ -88,7 +89,7 @@ def build(
     control = Control(world)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(world.close)
-        num_ranks = world.num_shards if world.link is None else 1  # workers and servers have the same groups
+        num_ranks = world.size // world.num_splits if world.link is None else 1  # servers have the groups of workers
         blueprints = find_blueprints(model, optimizer, settings.precision, settings.globs, num_ranks)
         everyone = control if world.link is None else Control(world.inside(world.link.group))  # servers too
         everyone.check_equal("models or options", [*settings.describe(), *describe(model, optimizer, blueprints)])
@@ -137,9 +138,12 @@ def build(
 
 
 def _join(settings: Settings, device: torch.device, named: Mapping[str, nn.Parameter]) -> World:
-    """Return the world of the ranks that train these parameters."""
+    """Return the world of the ranks that train these parameters: those of the mesh, or of a plan with replicas."""
+    mesh = settings.mesh
+    if mesh is None and settings.plan is not None and settings.plan.num_replicas > 1:
+        mesh = Replicas(settings.plan.num_replicas)
     has_nodes = settings.placement is not None and settings.placement.secondary_shards
-    return World.discover(device, settings.mesh, mesh_of(named.values()), settings.servers or 0, has_nodes=has_nodes)
+    return World.discover(device, mesh, mesh_of(named.values()), settings.servers or 0, has_nodes=has_nodes)
 
 
 def _make_resources(allocator: TierAllocator, wires: Wires, largest: int) -> Resources:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from zerostd.communication import World, coded_wires
-from zerostd.communication.world import shape_of, thread_budget
+from zerostd.communication.meshes import shape_of
+from zerostd.communication.world import thread_budget
 from zerostd.engine.settings import Settings
 from zerostd.errors import NotSupportedError, PrepareError, check_flag, is_number, is_whole
 from zerostd.kernels import MOMENT_CODECS

@@ -17,6 +17,7 @@ from zerostd.communication import Control, World
 from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import load_or_measure
+from zerostd.measuring.machine import from_first
 from zerostd.measuring.model import untried_profile
 from zerostd.monitoring.texts import percent_text
 from zerostd.parameters.blueprints import Blueprint
@@ -24,7 +25,7 @@ from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Pr
 from zerostd.planning.planner import VARIATIONS, Counted, fitting, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from, plan_of
 from zerostd.planning.profiles import WAYS
-from zerostd.planning.request import shared, stages_of, threads_of
+from zerostd.planning.request import replicas_of, shared, stages_of, threads_of
 from zerostd.planning.searching import SearchResult, search, search_coded
 from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
@@ -49,9 +50,10 @@ def decide(settings: Settings, blueprints: Sequence[Blueprint], control: Control
     plan = settings.plan
     if plan is None:
         plan = _plan_together(settings, blueprints, control)
-    elif plan.world_size != world.num_shards:
+    elif plan.world_size != world.num_shards or plan.num_replicas not in (1, world.num_replicas):
         raise PrepareError(
-            f"the plan is for {plan.world_size} rank(s), but {world.num_shards} share this model: plan again for these"
+            f"the plan is for {_ranks_of(plan.world_size, plan.num_replicas)}, but "
+            f"{_ranks_of(world.num_shards, world.num_replicas)} share this model: plan again for these"
         )
     obeying = settings.obeying(plan, sizes_of(blueprints))
     check_placement(obeying, obeying.decided[1])
@@ -118,15 +120,20 @@ class PlanSearch:
         return any(member.options is not None for group in self.blueprints for member in group.members)
 
     def plan(self, profile: ModelProfile | None, machine: MachineProfile | None) -> Plan:
-        """Return a plan for a world that need not exist here. Without a profile the batch is not known."""
+        """Return a plan for a world that need not exist here. Without a profile the batch is not known. Without a
+        machine, all ranks of this job call it together, and get the plan of the first."""
         budget = self.settings.budget
         left = self.left if profile is None else 0.0
         if machine is not None:
             limits = find_limits(budget, self.world, 0, machine.free, left=left)
-            return self.propose(limits, profile, shared(machine, self.world.local_size))
-        limits = find_limits(budget, self.world, _held(self.blueprints, self.world), left=left)
-        plan = self.all_on_device(limits) if profile is None else None
-        return plan or self.propose(limits, profile, load_or_measure(self.world.device, disk_path=budget.disk_path))
+            return self.propose_replicas(limits, profile, shared(machine, self.world.local_size))
+        with contextlib.closing(World.discover(self.world.device)) as here:
+            control = Control(here)
+            limits = least_limits(control, budget, _held(self.blueprints, self.world), left=left, world=self.world)
+            if profile is None and (plan := self.all_on_device(limits)):
+                return plan
+            machine = load_or_measure(self.world.device, disk_path=budget.disk_path)
+            return from_first(control, partial(self.propose_replicas, limits, profile, machine))
 
     @property
     def left(self) -> float:
@@ -141,18 +148,32 @@ class PlanSearch:
             settings = replace(self.settings, stage=stage, placement=Placement())
             counted = predict_bytes(settings, self.world, self.blueprints)
             if total(counted, Tier.DEVICE) <= limits[Tier.DEVICE]:
-                prediction = Prediction(bytes=counted)
-                return Plan(homes, stage, self.world.num_shards, predicted=prediction, limits=limits, notes=(note,))
+                plan = self._plan_of(homes, stage, limits)
+                return replace(plan, predicted=Prediction(bytes=counted), notes=(note,))
         return None
 
     def propose(self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile) -> Plan:
         """Return the plan with the shortest step inside the limits, over all stages that are open. Without a profile
         nothing is known of the model's time and activations."""
+        return self._propose(limits, profile, machine, [1])
+
+    def propose_replicas(
+        self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile
+    ) -> Plan:
+        """Return the same for a world whose ranks may share several replicas of the model state, where the wire between
+        some of them is faster."""
+        return self._propose(limits, profile, machine, replicas_of(machine, self.world.num_shards))
+
+    def _propose(
+        self, limits: Mapping[Tier, int], profile: ModelProfile | None, machine: MachineProfile, replicas: Sequence[int]
+    ) -> Plan:
         if not self.updates:
             return self.stream(limits, profile, machine)
         stages = stages_of(self.settings.stage, self.world.num_shards)
-        result = self.search([self.request(limits, profile, machine, stage) for stage in stages])
-        return self.plan_from(result, [str(error) for _, error in result.refused])
+        flat = [self.request(limits, profile, machine, stage) for stage in stages]
+        result = self.search([request.on_replicas(count) for request in flat for count in replicas])
+        refused = [str(error) for request, error in result.refused if request.num_replicas == flat[0].num_replicas]
+        return self.plan_from(result, refused)
 
     def search(self, requests: Sequence[PlanRequest]) -> SearchResult:
         """Return what fits of all requests. Raises PrepareError if nothing does."""
@@ -179,7 +200,7 @@ class PlanSearch:
             for _ in range(MOST_TRIES):
                 placed = place_groups(sizes, room)
                 homes = {name: Homes(parameters=tier) for name, tier in placed.items()}
-                plan = Plan(homes, stage, self.world.num_shards, limits=limits)
+                plan = self._plan_of(homes, stage, limits)
                 counted = self.account(plan)
                 if activations:
                     counted.setdefault(Tier.DEVICE, {})[Kind.ACTIVATIONS] = activations
@@ -194,6 +215,10 @@ class PlanSearch:
                 room = {tier: max(0, held[tier] - over[tier]) if over[tier] > 0 else room[tier] for tier in room}
             refusal = explain_pass(held, limits, over)
         raise PrepareError(refusal)
+
+    def _plan_of(self, homes: Mapping[str, Homes], stage: Stage, limits: Mapping[Tier, int]) -> Plan:
+        """Return a plan for this world, without what it costs."""
+        return Plan(homes, stage, self.world.num_shards, self.world.num_replicas, limits=limits)
 
     def propose_untried(self, limits: Mapping[Tier, int], machine: MachineProfile) -> Plan:
         """Return a plan for an unknown batch that leaves a part of the device to its activations, unless only a plan
@@ -319,7 +344,8 @@ class PlanSearch:
             shape = (request.num_replicas, request.world_size)
             yield (
                 f"Every {request.world_size} neighbours share one replica of the model state, as the wire between them "
-                f"is faster: prepare(mesh=init_device_mesh({request.machine.device!r}, {shape}))."
+                f"is faster: prepare(plan=...), or, without the plan, prepare(mesh=init_device_mesh("
+                f"{request.machine.device!r}, {shape}))."
             )
         if Tier.DISK not in request.limits and request.machine.measured:
             yield "The disk is not used: name a directory with Budget(disk_path=...) to use it."
@@ -350,6 +376,10 @@ def predict_bytes(settings: Settings, world: World, blueprints: Sequence[Bluepri
     """Return all bytes but activations, once stage and placement are decided."""
     rules = rules_for(settings, world, blueprints)
     return predict(plan_flats(blueprints, rules), rules)
+
+
+def _ranks_of(num_shards: int, num_replicas: int) -> str:
+    return f"{num_shards} rank(s)" if num_replicas == 1 else f"{num_replicas} replicas on {num_shards} rank(s) each"
 
 
 def least_way(world: World) -> Way:

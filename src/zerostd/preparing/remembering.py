@@ -19,7 +19,7 @@ def _plan_file(settings: Settings, blueprints: Sequence[Blueprint], world: World
     model = [[group, each.name, list(each.parameter.shape), str(each.dtype)] for group, each in members]
     options = [line for line in settings.describe() if not line.startswith(("plan ", "stage ", "placement "))]
     budget = [str(settings.budget.device), str(settings.budget.host), str(settings.budget.disk)]
-    machine = [machine_name(world.device), versions(world.device), world.num_shards]
+    machine = [machine_name(world.device), versions(world.device), world.num_shards, world.num_replicas]
     return cached("plan", [model, options, budget, sorted(settings.states), machine])
 
 

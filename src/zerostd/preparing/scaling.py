@@ -62,9 +62,7 @@ def plan_numbers(
             replace(
                 search.request(limits, replace(model, samples=samples), shared(machine, world.local_size), stage),
                 accumulate=passes,
-                world_size=world_size // num_replicas,
-                num_replicas=num_replicas,
-            )
+            ).on_replicas(num_replicas)
             for samples, passes in divided
             for stage in stages_of(settings.stage, world_size)
             for num_replicas in replicas_of(machine, world_size)
@@ -216,7 +214,7 @@ def _row(model: ModelProfile, plan: Plan, world_size: int, passes: int, samples:
         world_size,
         plan.stage,
         {tier: size for tier, size in held.items() if size},
-        sent_bytes(model, plan.stage, plan.world_size, passes, world_size // plan.world_size),
+        sent_bytes(model, plan.stage, plan.world_size, passes, plan.num_replicas),
         step_s,
         plan.predicted.compute_s or 0.0,
         samples / step_s if step_s else 0.0,

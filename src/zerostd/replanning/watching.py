@@ -13,7 +13,7 @@ import torch
 from zerostd.engine.runtime import Runtime
 from zerostd.measuring.model import untried_profile
 from zerostd.monitoring.events import LoopPhase
-from zerostd.optimizers.offload_updater import NUM_FACTORS
+from zerostd.optimizers.updater import NUM_FACTORS
 from zerostd.parameters.blueprints import ROOT
 from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.solution import ObservedStep

@@ -52,7 +52,7 @@ class Node:
 
 
 def smallest_of(num_bytes: int, num_ranks: int) -> int:
-    """Return the bytes of the smallest group, in a model of `num_bytes` whose state `num_ranks` ranks share. With few
+    """Return the bytes of the smallest group, in a model of `num_bytes` that `num_ranks` ranks train. With few
     groups, gathering and reducing them would take more memory than sharding saves."""
     return SMALLEST if num_ranks == 1 else min(SMALLEST, max(LEAST, num_bytes // (GROUPS_PER_RANK * num_ranks)))
 
