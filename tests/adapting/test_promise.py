@@ -154,6 +154,21 @@ def grows(rank: int, steps: int) -> list[str]:
     return wrong
 
 
+def test_a_first_pass_that_does_not_fit_does_when_its_batch_was_shown() -> None:
+    """Parameters are placed before the first pass and stay there, so a batch that is known helps, as the error says."""
+    budget = Budget(device=4_270_000, host="1GiB")
+    model, optimizer = prepared(budget)
+    with pytest.raises(torch.OutOfMemoryError, match=r"prepare\(plan=zerostd\.plan\(model, optimizer, batch=batch"):
+        train(model, optimizer, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide() for _ in range(DEPTH)))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    options: dict[str, Any] = {"budget": budget, "groups": ["*"], "accumulate": 1}
+    plan = zerostd.plan(model, optimizer, batch=torch.randn(ROWS, WIDTH), **options)
+    model, optimizer = zerostd.prepare(model, optimizer, plan=plan, **options)
+    assert max(train(model, optimizer, 3)) <= budget.device
+
+
 @pytest.mark.usefixtures("settled")
 def test_a_batch_that_grows_tenfold_in_step_50_is_made_room_for() -> None:
     assert grows(0, 50) == []

@@ -24,12 +24,12 @@ from support.samples import marked
 from zerostd import Budget, Placement, Plan, Precision, PrepareError
 from zerostd.communication import World
 from zerostd.engine.settings import Settings
-from zerostd.parameters.blueprints import Blueprint, find_blueprints
+from zerostd.parameters.blueprints import Blueprint, find_blueprints, sizes_of
 from zerostd.planning import DiskRates, GroupProfile, ModelProfile, Processor
 from zerostd.planning.solution import ObservedStep
 from zerostd.policy import Homes, Kind, Route, Tier
 from zerostd.preparing.options import check_settings
-from zerostd.preparing.proposing import PlanSearch, sizes_of
+from zerostd.preparing.proposing import PlanSearch
 
 WIDTH, DEPTH = 256, 8
 GROUP_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4  # of parameters, in fp32

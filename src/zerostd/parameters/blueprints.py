@@ -70,6 +70,11 @@ class Blueprint:
         """The modules whose forward needs it, in registration order; the last one ends its use."""
         return [module for reference in self.references if (module := reference()) is not None]
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its parameters as they compute."""
+        return sum(member.numel * member.dtype.itemsize for member in self.members)
+
     def on_paper(self) -> Blueprint:
         """Return the same without modules, and with parameters without memory."""
         members = []
@@ -77,6 +82,16 @@ class Blueprint:
             values = torch.empty(member.shape, dtype=member.parameter.dtype, device="meta")
             members.append(replace(member, parameter=nn.Parameter(values, False), spec=None))
         return Blueprint(self.name, (), tuple(members))
+
+
+def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
+    """Return the number of trained parameters by name of group; of all parameters, if none train."""
+    trains = any(member.options is not None for group in blueprints for member in group.members)
+    return {
+        group.name: float(sum(m.numel for m in group.members if m.options is not None or not trains))
+        for group in blueprints
+        if group.members
+    }
 
 
 def find_blueprints(

@@ -32,7 +32,7 @@ from zerostd.optimizers.parameter_states import ParameterStates
 from zerostd.optimizers.states import put_states
 from zerostd.optimizers.updater import OffloadUpdater, Updater
 from zerostd.parameters import Group
-from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints
+from zerostd.parameters.blueprints import ROOT, Member, describe, find_blueprints, sizes_of
 from zerostd.parameters.deferred import draw_seeds, make_real
 from zerostd.parameters.disk_gradient import Windows
 from zerostd.parameters.host_gradient import Staging
@@ -53,7 +53,7 @@ from zerostd.preparing.options import (
     rules_for,
     ways_for,
 )
-from zerostd.preparing.proposing import decide, sizes_of
+from zerostd.preparing.proposing import decide
 from zerostd.scheduling.activations import Activations
 from zerostd.scheduling.gathering import Gatherer
 from zerostd.scheduling.offloading import ActivationOffloader

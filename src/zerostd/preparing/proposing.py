@@ -20,7 +20,7 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.machine import from_first
 from zerostd.measuring.model import untried_profile
 from zerostd.monitoring.texts import percent_text
-from zerostd.parameters.blueprints import Blueprint
+from zerostd.parameters.blueprints import Blueprint, sizes_of
 from zerostd.planning import MachineProfile, ModelProfile, Plan, PlanRequest, Prediction
 from zerostd.planning.planner import VARIATIONS, Counted, fitting, neighbours, total
 from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from, plan_of
@@ -192,7 +192,7 @@ class PlanSearch:
         for stage in stages_of(self.settings.stage, self.world.num_shards):
             is_whole = not shards(stage, Kind.PARAMETERS)
             num_ranks = 1 if is_whole else self.world.num_shards
-            sizes = {group.name: _bytes_of(group) // num_ranks for group in self.blueprints}
+            sizes = {group.name: group.num_bytes // num_ranks for group in self.blueprints}
             room = dict(limits)
             if is_whole and self.world.num_shards > 1:  # what is whole on every rank stays on the device
                 room = {Tier.DEVICE: limits[Tier.DEVICE]}
@@ -385,21 +385,6 @@ def _ranks_of(num_shards: int, num_replicas: int) -> str:
 def least_way(world: World) -> Way:
     """Return the way to handle activations that takes the least device memory."""
     return Way.RECOMPUTE if world.device.type == "cpu" else Way.RECOMPUTE_HOST
-
-
-def sizes_of(blueprints: Sequence[Blueprint]) -> dict[str, float]:
-    """Return the number of trained parameters by name of group; of all parameters, if none train."""
-    trains = any(member.options is not None for group in blueprints for member in group.members)
-    return {
-        group.name: float(sum(m.numel for m in group.members if m.options is not None or not trains))
-        for group in blueprints
-        if group.members
-    }
-
-
-def _bytes_of(group: Blueprint) -> int:
-    """Return the bytes of a group's parameters as they compute."""
-    return sum(member.numel * member.dtype.itemsize for member in group.members)
 
 
 def _held(blueprints: Sequence[Blueprint], world: World) -> int:

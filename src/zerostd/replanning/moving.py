@@ -24,6 +24,7 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.optimizers.states import replace_states, take_states
 from zerostd.parameters import Flat, Group
+from zerostd.parameters.blueprints import sizes_of
 from zerostd.parameters.state_shard import StateShard
 from zerostd.planning import Plan
 from zerostd.policy import Kind, Tier, Way
@@ -31,7 +32,6 @@ from zerostd.preparing.building import begin_backward_updates, make_offload_upda
 from zerostd.preparing.groups import Arenas, move_flat, reserve_states
 from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for, ways_for
-from zerostd.preparing.proposing import sizes_of
 from zerostd.sharding import Portion
 from zerostd.tiers import Done, Transfer, Worker
 

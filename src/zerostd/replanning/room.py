@@ -103,7 +103,8 @@ class PassRoom:
         return (
             f"{what}: its activations would take {size_text(self._activations_of(plan))} beside the model, which does "
             f"not fit into Budget(device={budget!r}), even if all is recomputed or kept on the host. Use a smaller "
-            "batch in more passes, or a larger budget"
+            "batch in more passes, or a larger budget. Parameters do not move during training: "
+            "prepare(plan=zerostd.plan(model, optimizer, batch=batch, budget=...)) places them for this batch"
         )
 
     def _recomputing(self, plan: Plan) -> Plan:
