@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 38_239  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, packing
-MOST_LINES_IN_CORE = 17_888  # 9,990 before those
-MOST_CLASSES = 296  # 225 before those
+MOST_LINES = 38_297  # 24,782 before meshes, DTensors, averages, checksums, blame, joins, halves, codes, URLs, packing
+MOST_LINES_IN_CORE = 17_951  # 9,990 before those
+MOST_CLASSES = 297  # 225 before those
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later
