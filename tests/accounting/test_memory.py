@@ -8,11 +8,13 @@ each rank and group, has no moments.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from support.side_by_side import data, seeded
 from zerostd import Placement
 from zerostd.monitoring.texts import size_text
 from zerostd.parameters.host_gradient import NUM_STAGING
+from zerostd.scheduling.gathering import largest_neighbours
 
 MIB = 2**20
 EXPECTED = {
@@ -198,6 +201,62 @@ def gathered_at_once(rank: int) -> list[str]:
 
 def test_gathered_groups_are_few_at_any_depth(ranks):
     agree(ranks(2, gathered_at_once))
+
+
+class Uneven(nn.Module):
+    """Small layers, large ones, and small ones again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (8, 8, 8, 8, 64, 64, 8, 8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def gathered_ahead(rank: int, is_frozen: bool) -> list[str]:
+    """Stage 3: groups of unequal sizes are gathered as far ahead as the buffers that were predicted."""
+    model = seeded(Uneven)
+    if is_frozen:
+        model.layers[5].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model, optimizer = zerostd.prepare(model, optimizer, stage=3, groups=["layers.*"], accumulate=1)
+    gatherer = model.__dict__["_zerostd"].gatherer
+    most = 0
+    for step in range(4):
+        with step_hooks(model, gatherer) as counts:
+            loss = model(data(2, 64, rank=rank, number=step)).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        most = max([most, *counts])
+    room = largest_neighbours([group.gathered_bytes for group in gatherer.groups[1:]], repeats=False)
+    zerostd.release(model)
+    return [] if room // 2 < most <= room else [f"rank {rank}: {most} bytes were gathered at once, {room} are planned"]
+
+
+@contextlib.contextmanager
+def step_hooks(model: nn.Module, gatherer: Any) -> Iterator[list[int]]:
+    """Bytes of the buffers of all groups whenever a layer begins its forward, or has the gradient of its output."""
+    counts: list[int] = []
+
+    def count(*_: Any) -> None:
+        flats = [flat for group in gatherer.groups for flat in group.flats]
+        counts.append(sum(flat.full.untyped_storage().nbytes() for flat in flats))
+
+    hooks = [layer.register_forward_pre_hook(count) for layer in model.layers]
+    hooks += [layer.register_full_backward_pre_hook(count) for layer in model.layers]
+    yield counts
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["all train", "one is frozen"])
+def test_groups_gathered_ahead_fit_into_the_buffers_that_are_planned(ranks, is_frozen):
+    agree(ranks(2, gathered_ahead, is_frozen))
 
 
 def small_model(rank: int, precision: str) -> list[str]:

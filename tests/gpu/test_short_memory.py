@@ -36,7 +36,7 @@ def room_for_one_group(model: nn.Module) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def train(*, is_short: bool, evaluates: bool = False) -> tuple[list[float], dict[str, int], int]:
+def train(*, is_short: bool, evaluates: bool = False) -> tuple[list[float], dict[str, int], bool]:
     """Take four steps; in the third the forward, or an evaluation before it, has room for one group at a time."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))).cuda()
@@ -57,16 +57,16 @@ def train(*, is_short: bool, evaluates: bool = False) -> tuple[list[float], dict
         optimizer.step()
         optimizer.zero_grad()
     retries = zerostd.memory(model).retries
-    depth = model.__dict__["_zerostd"].gatherer.prefetch_depth
+    gathers_ahead = model.__dict__["_zerostd"].gatherer.gathers_ahead
     zerostd.release(model)
     torch.cuda.empty_cache()
-    return losses, retries, depth
+    return losses, retries, gathers_ahead
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["forward", "evaluation"])
 def test_a_gather_that_does_not_fit_gives_back_what_was_gathered_ahead(evaluates: bool) -> None:
-    right, none, depth = train(is_short=False, evaluates=evaluates)
-    assert none == {} and depth == 1
-    losses, retries, depth = train(is_short=True, evaluates=evaluates)
-    assert losses == right and depth == 0
+    right, none, gathers_ahead = train(is_short=False, evaluates=evaluates)
+    assert none == {} and gathers_ahead
+    losses, retries, gathers_ahead = train(is_short=True, evaluates=evaluates)
+    assert losses == right and not gathers_ahead
     assert retries["gathering: out of device memory"] >= 1

@@ -811,17 +811,17 @@ def test_models_built_without_memory_are_the_same_on_any_number_of_ranks(ranks):
 
 @fact()
 def prefetching_changes_no_bit(rank: int, stage: int) -> None:
-    states, depth = [], gathering.PREFETCH_DEPTH
+    states, number = [], gathering.NUM_NEIGHBOURS
     try:
-        for gathering.PREFETCH_DEPTH in (0, 1, 2):
+        for gathering.NUM_NEIGHBOURS in (1, 3, 5):
             model, optimizer = prepared(stage, precision="bf16")
             train(model, optimizer, rank, range(4))
             states.append(zerostd.full_state_dict(model))
             zerostd.release(model)
     finally:
-        gathering.PREFETCH_DEPTH = depth
-    assert_bitwise(states[1], states[0], "depth 1")
-    assert_bitwise(states[2], states[0], "depth 2")
+        gathering.NUM_NEIGHBOURS = number
+    assert_bitwise(states[1], states[0], "3 neighbours")
+    assert_bitwise(states[2], states[0], "5 neighbours")
 
 
 @pytest.mark.parametrize("name", FACTS)

@@ -47,12 +47,18 @@ class Bench:
         self.uploader = Uploader(self.allocator, Streams(CPU), largest_on_disk=0)
 
     def group(
-        self, name: str = "block", *, rests_on: Tier = Tier.HOST, trains: bool = False, keeps_whole: bool = False
+        self,
+        name: str = "block",
+        *,
+        rests_on: Tier = Tier.HOST,
+        trains: bool = False,
+        keeps_whole: bool = False,
+        shape: tuple[int, int] = SHAPE,
     ) -> Group:
         """A group whose parameter is filled with 1; on the host it is released, on the device gathered. One that keeps
         gradients whole is updated by every rank, as at stage 0."""
-        parameter = nn.Parameter(torch.ones(SHAPE))
-        layout = make_layout([(f"{name}.weight", SHAPE)], self.world.size, 4)
+        parameter = nn.Parameter(torch.ones(shape))
+        layout = make_layout([(f"{name}.weight", shape)], self.world.size, 4)
         region = slice(0, layout.numel) if keeps_whole else layout.shard(self.world.rank)
         flat = Flat(layout, [parameter], torch.float32, self.allocator, region=region, state_shards=())
         flat.adopt(0, parameter.detach().clone())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import zerostd
@@ -16,7 +19,7 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase
 from zerostd.parameters import Flat, Group, GroupState
 from zerostd.policy import Tier
-from zerostd.scheduling.gathering import Gatherer
+from zerostd.scheduling.gathering import Gatherer, largest_neighbours
 
 
 def made(names: str, bench: Bench | None = None) -> tuple[Gatherer, list[Group]]:
@@ -58,18 +61,58 @@ def test_a_pass_begins_with_the_group_that_was_first_last_time() -> None:
     assert states(groups) == [GroupState.RELEASED, GroupState.GATHERING]
 
 
-def test_nothing_is_started_ahead_with_a_depth_of_zero() -> None:
+def test_nothing_is_started_ahead_if_groups_are_gathered_on_demand() -> None:
     gatherer, groups = made("abc")
-    gatherer.prefetch_depth = 0
+    gatherer.gather_on_demand()
     forward(gatherer, groups)
     assert forward(gatherer, groups) == [["a"], ["b"], ["c"]]
 
 
-def test_a_depth_of_two_starts_two_groups_ahead() -> None:
-    gatherer, groups = made("abcd")
-    gatherer.prefetch_depth = 2
+def of_sizes(sizes: Sequence[int]) -> tuple[Gatherer, list[Group]]:
+    """A root, which no forward here needs, and groups of these sizes; 0: one that stays on the device."""
+    bench = Bench()
+    groups = [bench.group("root")]
+    for index, size in enumerate(sizes):
+        tier = Tier.HOST if size else Tier.DEVICE
+        groups.append(bench.group(str(index), rests_on=tier, shape=(max(1, size), 64)))
+    return Gatherer(tuple(groups), bench.wires, Control(bench.world)), groups[1:]
+
+
+def test_small_groups_are_gathered_as_far_ahead_as_large_neighbours_take() -> None:
+    gatherer, groups = of_sizes([1, 1, 1, 1, 1, 4, 4, 1])  # the largest neighbours take 9
     forward(gatherer, groups)
-    assert forward(gatherer, groups)[0] == ["a", "b", "c"]
+    seen = ["".join(names) for names in forward(gatherer, groups)]
+    assert seen == ["01234", "12345", "2345", "345", "45", "56", "67", "7"]
+
+
+def test_equal_groups_are_gathered_one_ahead_and_two_in_a_forward_without_gradients() -> None:
+    gatherer, groups = of_sizes([2] * 6)
+    forward(gatherer, groups)
+    assert [len(names) - 1 for names in forward(gatherer, groups)] == [1, 1, 1, 1, 1, 0]
+    with torch.no_grad():
+        forward(gatherer, groups)
+        assert [len(names) - 1 for names in forward(gatherer, groups)] == [2] * 6
+
+
+def test_groups_that_stay_on_the_device_do_not_hide_the_one_behind_them() -> None:
+    gatherer, groups = of_sizes([1, 0, 0, 1])
+    forward(gatherer, groups)
+    assert forward(gatherer, groups)[0] == ["0", "1", "2", "3"]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.booleans())
+def test_gathered_groups_fit_into_the_buffers_that_are_counted(sizes: list[int], reverses: bool) -> None:
+    gatherer, groups = of_sizes(sizes)
+    order = groups[::-1] if reverses else groups
+    room = largest_neighbours([group.gathered_bytes for group in groups], repeats=False)
+    for _ in range(2):
+        gatherer.begin(LoopPhase.FORWARD)
+        for group, before in zip(order, [None, *order], strict=False):
+            gatherer.need(group, LoopPhase.FORWARD)
+            if before is not None:  # it is there until its last gradients are
+                gatherer.release(before)
+            assert sum(each.gathered_bytes for each in groups if each.state is not GroupState.RELEASED) <= room
+        gatherer.release_all(is_backward=False)
 
 
 def test_a_group_expected_wrongly_is_released_at_the_end_of_the_pass() -> None:
@@ -79,7 +122,7 @@ def test_a_group_expected_wrongly_is_released_at_the_end_of_the_pass() -> None:
     assert forward(gatherer, [a, c]) == [["a", "b"], ["b", "c"]]
     assert states(groups) == [GroupState.RELEASED] * 3
     assert forward(gatherer, [a, c]) == [["a", "c"], ["c"]]  # learnt
-    assert gatherer.in_forward_order() == [a, c, b]
+    assert gatherer.order.in_forward(groups) == [a, c, b]
 
 
 def test_forward_and_backward_have_orders_of_their_own() -> None:
@@ -89,7 +132,7 @@ def test_forward_and_backward_have_orders_of_their_own() -> None:
     assert states(groups) == [GroupState.RELEASED] * 2  # nothing is known of backward
     for group in reversed(groups):
         gatherer.need(group, LoopPhase.BACKWARD)
-    assert gatherer.in_forward_order() == groups
+    assert gatherer.order.in_forward(groups) == groups
 
 
 def test_a_group_whose_update_is_not_done_is_not_started_ahead() -> None:
@@ -169,7 +212,7 @@ def test_a_gather_ahead_that_does_not_fit_is_left_and_none_is_tried_again(room: 
     forward(gatherer, groups)
     room[0] = 1
     assert forward(gatherer, groups) == [["a"], ["b"], ["c"]]
-    assert gatherer.prefetch_depth == 0
+    assert not gatherer.gathers_ahead
     assert gatherer.wires.ledger.retries.counts == {"gathering: out of device memory": 1}
     assert states(groups) == [GroupState.RELEASED] * 3 and room == [1]
 
@@ -183,7 +226,7 @@ def test_a_group_that_is_needed_takes_the_room_of_those_gathered_ahead(room: lis
     assert states(groups) == [GroupState.GATHERED, GroupState.GATHERING, GroupState.RELEASED]
     gatherer.gather(groups[2])  # another one than expected
     assert states(groups) == [GroupState.GATHERED, GroupState.RELEASED, GroupState.GATHERED]
-    assert gatherer.prefetch_depth == 0
+    assert not gatherer.gathers_ahead
 
 
 def test_a_group_that_never_fits_is_an_error_that_says_what_is_held(room: list[int]) -> None:
@@ -196,7 +239,7 @@ def test_a_group_that_never_fits_is_an_error_that_says_what_is_held(room: list[i
     assert groups[0].state is GroupState.GATHERED
 
 
-def short_on_rank_0(rank: int, short_at: int | None) -> tuple[list[float], int, dict[str, int]]:
+def short_on_rank_0(rank: int, short_at: int | None) -> tuple[list[float], bool, dict[str, int]]:
     """Train at stage 3; in step 2 the device of rank 0 refuses one gather."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -220,7 +263,7 @@ def short_on_rank_0(rank: int, short_at: int | None) -> tuple[list[float], int, 
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
     runtime = model.__dict__["_zerostd"]
-    result = (losses, runtime.gatherer.prefetch_depth, zerostd.memory(model).retries)
+    result = (losses, runtime.gatherer.gathers_ahead, zerostd.memory(model).retries)
     zerostd.release(model)
     return result
 
@@ -230,5 +273,5 @@ def test_ranks_stop_gathering_ahead_together(ranks: Any, short_at: int) -> None:
     plain = ranks(2, short_on_rank_0, None)
     short = ranks(2, short_on_rank_0, short_at)
     assert [losses for losses, _, _ in short] == [losses for losses, _, _ in plain]
-    assert [depth for _, depth, _ in plain] == [1, 1] and [depth for _, depth, _ in short] == [0, 0]
+    assert [ahead for _, ahead, _ in plain] == [True] * 2 and [ahead for _, ahead, _ in short] == [False] * 2
     assert [retries for _, _, retries in short] == [{"gathering: out of device memory": 1}, {}]

@@ -9,9 +9,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerostd
+from support.compare import assert_bitwise
+from zerostd import CommunicationError
 
 
 def make() -> nn.Module:
@@ -146,3 +149,31 @@ def alive_at_the_end(rank: int, stage: int) -> int:
 def test_gradients_leave_autograds_memory_as_their_group_is_complete(ranks, world_size):
     for most in ranks(world_size, alive_at_the_end, 2):
         assert most <= 2
+
+
+def gives_up_waiting(rank: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Rank 0 gives up waiting for a gather that rank 1 begins later: gloo writes to its memory then."""
+    model = make()
+    model, _ = zerostd.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, groups=["0", "2"])
+    gatherer = model.__dict__["_zerostd"].gatherer
+    group = next(group for group in gatherer.groups if group.gives_back)
+    num_bytes = 0
+    if rank == 0:
+        gatherer.start_gather(group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gatherer.wires.world.channels.peers, "_has_strayed", lambda: True)
+            for give_up in (gatherer.wait_gather, gatherer.release, gatherer.release):
+                with pytest.raises(CommunicationError, match="different calls"):
+                    give_up(group)
+        num_bytes = sum(flat.full.untyped_storage().nbytes() for flat in group.flats)
+    dist.barrier()
+    gatherer.gather(group)
+    gatherer.release(group)
+    return num_bytes, zerostd.full_state_dict(model)
+
+
+def test_memory_that_a_failed_gather_may_still_write_to_is_not_freed(ranks):
+    (num_bytes, state), (_, other) = ranks(2, gives_up_waiting)
+    assert num_bytes > 0
+    assert_bitwise(state, make().state_dict())
+    assert_bitwise(other, state)

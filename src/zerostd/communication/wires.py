@@ -41,7 +41,10 @@ REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
 
 
 class Collective(Transfer):
-    """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one."""
+    """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one.
+
+    If one fails, it and those behind it stay in flight: gloo may still write to their memory when other ranks go on.
+    Every later wait raises, too, so nobody frees that memory, or takes what is there for values."""
 
     def __init__(
         self, world: World, works: list[dist.Work], finish: Callable[[], Transfer | None] | None = None
@@ -63,18 +66,16 @@ class Collective(Transfer):
 
     def land(self) -> None:
         """Hold the host until the receive buffer is free: what came in has been used, and the next is on its way."""
-        works = self._works
-        self._works = []
         with self.world.waiting() as wait:
-            for work in works:
+            while self._works:
                 if self.world.link is None:
-                    wait(work)
+                    wait(self._works[0])
                 else:  # messages between two ranks, which do not say whether they have arrived
-                    work.wait()
-        finish = self._finish
-        self._finish = None
-        if finish is not None:
-            self._next = finish()
+                    self._works[0].wait()
+                del self._works[0]
+        if self._finish is not None:
+            self._next = self._finish()
+            self._finish = None
         if isinstance(self._next, Collective) and self._next._finish is not None:
             self._next.land()
 

@@ -42,6 +42,7 @@ class Group:
         self.blueprint = blueprint  # what it was made from
         self.flats = tuple(flats)
         self.place = place  # in the order in which forward needs groups, as far as known
+        self.gathered_bytes = sum(flat.full.nbytes for flat in self.flats if flat.gives_back)  # that a gather allocates
         self.state = GroupState.GATHERED
         self.gathers: list[Transfer] = []  # in flight, one for each flat
         self.updates: list[Transfer] = []  # that were started; the next gather waits for them

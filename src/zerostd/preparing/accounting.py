@@ -15,7 +15,7 @@ from zerostd.optimizers.updater import OffloadUpdater, PassingStates
 from zerostd.parameters.host_gradient import NUM_STAGING, Staging
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.homes import Demand, FlatPlan, Rules, demand
-from zerostd.scheduling.gathering import PREFETCH_DEPTH, STREAM_DEPTH
+from zerostd.scheduling.gathering import largest_neighbours
 from zerostd.tiers import Uploader
 from zerostd.tiers.disk import Disk
 from zerostd.tiers.extents import Extent
@@ -101,18 +101,13 @@ def _slots(plans: Sequence[Sequence[FlatPlan]]) -> dict[Tier, int]:
 
 
 def _gathered(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> int:
-    """Count the root, gathered during all of forward, the group that computes, the groups on their way, and in backward
-    the previous group, which awaits its last gradients. Groups that stay gathered are passed over. Without an
-    optimizer, one more is on its way instead, as are the first groups of the next pass."""
+    """Count the root, gathered during all of forward, and the largest neighbours: the group that computes, groups on
+    their way, and in backward the previous group, which awaits its last gradients. Without an optimizer, the first
+    groups of the next pass follow the last one."""
     root, *others = [
         sum(plan.layout.numel * plan.dtype.itemsize for plan in group if plan.gives_back) for group in plans
     ]
-    others = [size for size in others if size]
-    width = PREFETCH_DEPTH + 2 if rules.has_optimizer else STREAM_DEPTH + 1
-    if not rules.has_optimizer:
-        others += others[: min(len(others), width) - 1]
-    windows = [sum(others[start : start + width]) for start in range(len(others))]
-    return root + max(windows, default=0)
+    return root + largest_neighbours(others, repeats=not rules.has_optimizer)
 
 
 def _secondary(plans: Sequence[FlatPlan]) -> int:

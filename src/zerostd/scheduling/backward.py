@@ -322,7 +322,8 @@ class Backward:
         which rank 0 needed them. Ranks that saw another order follow: all ranks must use the same order."""
         groups = self.gatherer.groups
         index = {group: position for position, group in enumerate(groups)}
-        seen = ([index[group] for group in completed], [index[group] for group in self.gatherer.in_forward_order()])
+        needed_here = self.gatherer.order.in_forward(groups)
+        seen = ([index[group] for group in completed], [index[group] for group in needed_here])
         complete, needed = self.reducer.control.collect(seen)[0]
         first = dict.fromkeys(groups[position] for position in complete)
         self.order = [*first, *(group for group in self.order if group not in first)]

@@ -1,14 +1,19 @@
-"""Gathering: groups are gathered before use, released after it, and the next group is gathered ahead of time.
+"""Gathering: groups are gathered before use, released after it, and the next ones are gathered ahead of time.
 
-Hooks say which group is needed in which pass; the group does the work. The order of groups is learnt by watching: for
-each group and phase, who came next last time. The order is only a prediction: an unexpected group is gathered when it
-is needed, one expected wrongly is released at the end of the pass. Results do not depend on the prediction. Ranks that
-took different branches would meet in different gathers, so all ranks confirm an unexpected gather before it starts.
+Hooks say which group is needed in which pass; the group does the work. The order of groups is only a prediction
+(order.py): an unexpected group is gathered when it is needed, one expected wrongly is released at the end of the pass.
+Results do not depend on the prediction. Ranks that took different branches would meet in different gathers, so all
+ranks confirm an unexpected gather before it starts.
+
+[Note: how far ahead] The bytes that are planned for buffers are those of the `NUM_NEIGHBOURS` largest neighbours.
+Groups are gathered as far ahead as fits into these bytes, beside the group that computes and the one before it, which
+in backward awaits its last gradients. Of equal groups that is the next one. Of small groups in a model with large ones
+it is several, so the latency of a wire is paid once for all of them.
 
 [Note: streaming] In a forward without gradients, in a world of one, the link has nothing else to carry. So copies enter
-its stream at once, where they wait for events and never for the host. Two groups are on their way while one computes.
-The first groups of the next forward follow the last group and stay gathered until then. So a loop that generates tokens
-keeps the link busy while it waits for each token.
+its stream at once, where they wait for events and never for the host. No group awaits gradients, so of equal groups two
+are on their way while one computes. The first groups of the next forward follow the last group and stay gathered until
+then. So a loop that generates tokens keeps the link busy while it waits for each token.
 
 [Note: short of device memory] A gather that does not fit is tried once more, after the device has done all its work and
 its allocator has given back what it keeps. From then on groups are gathered when they are needed. A single rank frees
@@ -18,8 +23,9 @@ together, at their next agreement.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -29,12 +35,22 @@ from zerostd.errors import MisuseError
 from zerostd.monitoring.events import LoopPhase, LoopTimer
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.parameters import Flat, Group, GroupState
+from zerostd.scheduling.order import GroupOrder
 from zerostd.scheduling.turns import Turn
 
-PREFETCH_DEPTH = 1  # groups gathered ahead
-STREAM_DEPTH = 2  # the same in a forward without gradients, see [Note: streaming]
+NUM_NEIGHBOURS = 3  # groups whose buffers are counted: see [Note: how far ahead]
+FARTHEST = 64  # groups that are looked at ahead: those that stay on the device have no buffers
 
 log = logging.getLogger("zerostd")
+
+
+def largest_neighbours(sizes: Sequence[int], *, repeats: bool) -> int:
+    """Return the bytes of the largest neighbours, from those of each group but the root; groups without buffers are
+    passed over. With `repeats`, the first groups come again after the last."""
+    sizes = [size for size in sizes if size]
+    if repeats:
+        sizes += sizes[: min(len(sizes), NUM_NEIGHBOURS) - 1]
+    return max((sum(sizes[start : start + NUM_NEIGHBOURS]) for start in range(len(sizes))), default=0)
 
 
 class Gatherer:
@@ -46,49 +62,51 @@ class Gatherer:
         self.control = control
         self.timer = LoopTimer(wires.world.device, wires.ledger.events)
         self.turn = Turn()  # to use the model
-        self.prefetch_depth = PREFETCH_DEPTH  # groups started ahead; 0 gathers only on demand
+        self.gathers_ahead = True  # False: only on demand
         self.is_short = False  # of device memory: see [Note: short of device memory]
         self.sequence: list[str] = []  # groups whose gather was started since ranks last compared notes
         num_trained = sum(len(flat.parameters) for group in groups for flat in group.trainable)
         self.control.num_flags = num_trained + 1  # the last one: a rank is short of device memory
-        self._next: dict[tuple[LoopPhase, Group | None], Group] = {}  # by phase and group; None: the first
-        self._last: dict[LoopPhase, Group | None] = {}  # the group needed last, in forward and in backward
+        self.order = GroupOrder()
+        self._held: dict[Group, None] = {}  # groups whose buffers were allocated here, and not freed
+        sizes = [group.gathered_bytes for group in groups[1:]]
+        # Bytes of buffers, while streaming or not: see [Note: how far ahead].
+        self._room = {repeats: largest_neighbours(sizes, repeats=repeats) for repeats in (False, True)}
         self._kept: list[Group] = []  # that this forward leaves gathered, if it ends with them
         self._is_streaming = False  # see [Note: streaming]
         self._stream: torch.Stream | None = None  # of the last forward: groups that it left were gathered there
 
     def need(self, group: Group, phase: LoopPhase) -> None:
         """Return when `group` and those it borrows are gathered; by then, the groups expected next are on their way."""
-        if not self._learn(group, phase) and group.state is GroupState.RELEASED:
+        if not self.order.learn(group, phase) and group.state is GroupState.RELEASED:
             self.control.confirm(f"the gather of group {group.name!r}")
         self.timer.at(group.name)
         for needed in group.needed:
             self.gather(needed)
-        for ahead in self._stream_ahead(group) if self._is_streaming else self._ahead(group, phase):
+        for ahead in self._ahead(group, phase):
             # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
             if self.wires.is_alone and not all(update.is_done() for update in ahead.updates):
                 break
             self.start_gather(ahead, is_ahead=True)
 
-    def _ahead(self, group: Group | None, phase: LoopPhase) -> Iterator[Group]:
-        """Yield the groups that are expected next."""
-        for _ in range(self.prefetch_depth):
-            group = self._next.get((phase, group))
-            if group is None:
+    def _ahead(self, group: Group, phase: LoopPhase) -> Iterator[Group]:
+        """Yield the groups that are expected after `group`: the next one, and more if there is room for them. See
+        [Note: how far ahead]. Streaming continues with the next forward."""
+        held = [each for each in self._held if each.state is not GroupState.RELEASED]
+        room = self._room[self._is_streaming] - sum(each.gathered_bytes for each in held)
+        if not self._is_streaming and self.order.before not in held:
+            room -= (self.order.before or group).gathered_bytes
+        is_any_ahead = any(each.state is GroupState.GATHERING for each in held)  # else there is room for one
+        following = self.order.after(group, phase, repeats=self._is_streaming)
+        for ahead in itertools.islice(following, FARTHEST if self._room[True] else 1):
+            if not self.gathers_ahead:
                 return
-            yield group
-
-    def _stream_ahead(self, group: Group | None) -> Iterator[Group]:
-        """Yield the groups to come that are not gathered, in this forward and then in the next one."""
-        current = group
-        num_left = STREAM_DEPTH if self.prefetch_depth else 0
-        for _ in self.groups:
-            group = self._next.get((LoopPhase.FORWARD, group)) or self._next.get((LoopPhase.FORWARD, None))
-            if group is None or group is current or not num_left:
-                return
-            if group.state is not GroupState.GATHERED:
-                num_left -= 1
-                yield group
+            if ahead not in held and ahead.gives_back:
+                room -= ahead.gathered_bytes
+                if room < 0 and is_any_ahead:
+                    return
+                is_any_ahead = True
+            yield ahead
 
     def gather(self, group: Group) -> None:
         """Return when a group is gathered."""
@@ -117,6 +135,8 @@ class Gatherer:
                     return
                 with explain_out_of_memory(self.wires.ledger):
                     group.start_gather(at_once=self._is_streaming)
+        if group.gives_back:
+            self._held[group] = None
 
     def _make_room(self, group: Group) -> None:
         """Free everything that can be freed on the device; see [Note: short of device memory]."""
@@ -134,9 +154,9 @@ class Gatherer:
 
     def gather_on_demand(self) -> None:
         """Gather nothing ahead of time any more: memory is short on some rank."""
-        if self.prefetch_depth:
+        if self.gathers_ahead:
             log.warning("device memory is short: groups are now gathered when they are needed, not ahead of time")
-        self.prefetch_depth = 0
+        self.gathers_ahead = False
 
     def wait_gather(self, group: Group) -> None:
         """Wait for a gather that was started; nothing to do for others."""
@@ -176,11 +196,11 @@ class Gatherer:
         if group.is_releasable:
             self.wait_gather(group)
             group.release()
+            self._held.pop(group, None)
 
     def end_use(self, group: Group) -> None:
         """Release a group that a forward used, unless the forward ends with it and backward begins with it."""
-        is_over = self._next.get((LoopPhase.FORWARD, self._last.get(LoopPhase.FORWARD))) is None
-        if not (is_over and group in self._kept):
+        if not (self.order.is_over() and group in self._kept):
             self.release(group)
 
     def release_all(self, *, is_backward: bool, but_kept: bool = False) -> None:
@@ -212,12 +232,12 @@ class Gatherer:
 
     def begin(self, phase: LoopPhase) -> None:
         """Begin a pass. Prefetch the group that was first in the last such pass."""
-        self._last[phase] = None
-        self._is_streaming = False
+        self.order.begin(phase)
+        self._is_streaming = phase is LoopPhase.FORWARD and not torch.is_grad_enabled() and self.wires.world.size == 1
         if phase is LoopPhase.FORWARD:
             self._begin_forward()
-        first = self._next.get((phase, None))
-        if first is not None and self.prefetch_depth:
+        first = self.order.first(phase)
+        if first is not None and self.gathers_ahead:
             self.start_gather(first, is_ahead=True)
 
     def _begin_forward(self) -> None:
@@ -226,7 +246,6 @@ class Gatherer:
         if stream != self._stream:  # memory belongs to the stream that it was taken in
             self.drop_kept(self.groups)
         self._stream = stream
-        self._is_streaming = not torch.is_grad_enabled() and self.wires.world.size == 1
         # What the pass behind this one has gathered as soon as it begins: releasing it before saves no memory.
         self._kept = self._first_in(LoopPhase.FORWARD if self._is_streaming else LoopPhase.BACKWARD)
         if not (self._is_streaming or torch.is_grad_enabled()):
@@ -242,30 +261,5 @@ class Gatherer:
 
     def _first_in(self, phase: LoopPhase) -> list[Group]:
         """Return the groups that are gathered when a pass begins."""
-        first: list[Group] = []
-        group: Group | None = None
-        for _ in range(1 + (STREAM_DEPTH if self._is_streaming and self.prefetch_depth else self.prefetch_depth)):
-            group = self._next.get((phase, group))
-            if group is None:
-                break
-            first.append(group)
-        return first
-
-    def in_forward_order(self) -> list[Group]:
-        """Return groups in the order of the last forward, followed by those that it did not need."""
-        ordered: dict[Group, None] = {}
-        group = self._next.get((LoopPhase.FORWARD, None))
-        while group is not None and group not in ordered:
-            ordered[group] = None
-            group = self._next.get((LoopPhase.FORWARD, group))
-        return [*ordered, *(group for group in self.groups if group not in ordered)]
-
-    def _learn(self, group: Group, phase: LoopPhase) -> bool:
-        """Remember which group followed which; True if it was expected."""
-        last = self._last.get(phase)
-        if last is group:
-            return True
-        was_expected = self._next.get((phase, last)) is group
-        self._next[phase, last] = group
-        self._last[phase] = group
-        return was_expected
+        first = self.order.first(phase)
+        return [] if first is None else [first, *self._ahead(first, phase)]
