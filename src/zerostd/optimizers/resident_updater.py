@@ -216,8 +216,9 @@ class ResidentUpdater:
             if isinstance(state, torch.Tensor) and state.dim()
         }
         total = sum(sizes.values())
-        self._ledger.enter(Kind.OPTIMIZER_STATES, total - self._num_booked)
-        self._num_booked = total
+        if total != self._num_booked:
+            self._ledger.enter(Kind.OPTIMIZER_STATES, total - self._num_booked)
+            self._num_booked = total
 
     def long_states(self) -> list[torch.Tensor]:
         """Return the states on the device that have an element for each of their spans."""

@@ -54,6 +54,7 @@ class Activations:
         self._gatherer = gatherer
         self.offloader = offloader
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in gatherer.groups}
+        self._sends = offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
         # By module that has run: a key that is the same for modules that do the same, as far as one can see.
         self._kinds: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._left: dict[tuple[Any, int], int] = {}  # bytes, by kind of a module that sent them and bytes of its output
@@ -72,11 +73,6 @@ class Activations:
         is_changed = any(way is not Way.DEVICE for way in self._ways.values())
         return self.offloader.peers is not None or is_changed or self.counter.is_on
 
-    @property
-    def _sends(self) -> bool:
-        """Whether some groups send their activations away, and others make room for those in transit."""
-        return self.offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
-
     def count(self) -> None:
         """Count the activations that groups would keep in the next pass."""
         self.counter.is_on = True
@@ -86,6 +82,7 @@ class Activations:
         self._undo.close()
         self.counter.recomputed.clear()
         self._ways = {group: ways.get(group.name, Way.DEVICE) for group in self._gatherer.groups}
+        self._sends = self.offloader.peers is None and any(way.tier is not Tier.DEVICE for way in self._ways.values())
         for tier, pool in self.offloader.copies.pools.items():
             if all(way.tier is not tier for way in self._ways.values()):
                 pool.give_back()

@@ -348,7 +348,10 @@ class Backward:
     def has_gradients(self) -> bool:
         """Whether any trained parameter has a gradient."""
         with no_torch_function():
-            return any(GRAD.__get__(trained.parameter) is not None for trained in self.trained)
+            for trained in self.trained:  # each step asks: a generator would take a call for each parameter
+                if GRAD.__get__(trained.parameter) is not None:
+                    return True
+        return False
 
     @property
     def has_unsynced(self) -> bool:

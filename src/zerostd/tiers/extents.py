@@ -81,8 +81,7 @@ class Fallback:
 
     def take(self, extent: Extent) -> torch.Tensor:
         """Return memory for the whole pages of an extent; raise PrepareError if there is no room for them."""
-        used = sum(size for (tier, _), size in list(self.ledger.now.items()) if tier is Tier.HOST)
-        left = None if self.limit is None else max(0, self.limit - used)
+        left = None if self.limit is None else max(0, self.limit - self.ledger.held[Tier.HOST])
         num_bytes = max(PAGE, padded(extent.num_bytes))
         check_host(num_bytes, extent.label, left)
         self.is_used = True
