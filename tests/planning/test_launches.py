@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from planning.machines import GIB, H200, gpt, request_of
+from planning.test_obeying import WIDE, for_a_device, wide
 from zerostd.measuring.model import profile_model
 from zerostd.planning import PlanRequest
 from zerostd.planning.demands import GroupShares
@@ -16,6 +17,7 @@ from zerostd.planning.planner import solve
 from zerostd.planning.program import SLACK, optimise
 from zerostd.planning.simulation import simulate
 from zerostd.policy import Tier
+from zerostd.preparing.proposing import PlanSearch
 
 BY_CPU = GroupShares(resident=0.0, cpu=1.0)
 STREAMED = GroupShares(resident=0.0, streamed=1.0)
@@ -68,3 +70,12 @@ def test_twice_the_samples_take_as_many_launches() -> None:
 def test_a_cpu_that_is_the_device_has_no_launches() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     assert profile_model(model, batch=torch.randn(2, 8), probe=True).launches == 0.0
+
+
+def test_a_plan_says_that_the_device_waits_for_launches() -> None:
+    settings, found, world = for_a_device(WIDE, 8)
+    limits = {Tier.DEVICE: 40 * GIB, Tier.HOST: 64 * GIB}
+    for launches, says in ((0.9, True), (0.5, False)):
+        profile = replace(wide(found), launches=launches)
+        plan = PlanSearch(settings, found, world).propose(limits, profile, H200)
+        assert any("launches for 90 % of forward" in note for note in plan.notes) is says

@@ -36,6 +36,7 @@ from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
 from zerostd.preparing.remembering import recall
 
+WAITS_FOR_LAUNCHES = 0.8  # of forward's seconds: what is launched for as long makes the device wait
 MOST_TRIES = 12  # to place groups that are streamed
 FIRST_PASS = "The first pass recomputes activations and measures them; then the plan is made again."
 
@@ -340,6 +341,9 @@ class PlanSearch:
             yield "The batch is not known, so the plan leaves out the time to compute and activations."
             if self.settings.budget.device is None:
                 yield f"{percent_text(FOR_ACTIVATIONS)} of the device is left for activations."
+        if request.model.launches > WAITS_FOR_LAUNCHES:
+            part = percent_text(request.model.launches)
+            yield f"The host is busy with launches for {part} of forward: torch.compile or more samples may help."
         if request.num_replicas > self.world.num_replicas:
             shape = (request.num_replicas, request.world_size)
             yield (
