@@ -163,7 +163,7 @@ def test_trials_end_and_cost_a_bounded_number_of_steps(tmp_path: Path, monkeypat
     homes = [Homes(states=((Tier.DEVICE, Route.RESIDENT, a), (Tier.HOST, Route.CPU, b))) for a, b in parts]
     model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path), FEW)
     started = plant(model, monkeypatch, *(predicted(each, 1.0) for each in homes))
-    monkeypatch.setattr(adapting, "MOVED_RATE", 1e15)  # all groups before one step
+    monkeypatch.setattr(adapting, "MOVED_PART", 1e15)  # all groups in one step
     train(model, optimizer, FIRST_LOOK + (MOST_TRIED + 1) * (2 + NUM_WATCHED))
     adapter = adapter_of(model)
     assert len(started) == MOST_TRIED + 1 and adapter._trials is None and adapter._moving is None

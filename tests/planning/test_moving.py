@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,8 @@ def test_a_few_groups_move_before_each_step(tmp_path: Path, monkeypatch: pytest.
         moved.append(change.advance())
         assert sum(zerostd.memory(model).now.get("device", {}).values()) <= before
         assert_bitwise(train(model, optimizer, 1), train(other, plain, 1), f"after {sum(moved)} bytes")
+    change.keep_pace()
+    assert change.most_bytes == math.inf  # nobody said how long moving may take
     assert len(moved) >= DEPTH // 2 and 0 < min(moved) <= max(moved) <= 2 * size
     assert takers and threading.get_ident() not in takers
     assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
@@ -200,6 +203,21 @@ def test_halves_of_masters_move_as_they_are(tmp_path: Path, monkeypatch: pytest.
         for name in ("host", "all tiers", "device", "host"):
             move(model.__dict__["_zerostd"], Plan(PLANS[name]))
     assert_bitwise(train(model, optimizer, 1), train(other, plain, 1))
+
+
+def test_moves_keep_to_the_seconds_of_a_step(tmp_path: Path) -> None:
+    """By the rate at which the last groups moved, whatever was expected."""
+    model, optimizer = prepared("device", str(tmp_path), precision="bf16", accumulate=1)
+    train(model, optimizer, 2)
+    seconds = 1e-9
+    change = HomeMove(model.__dict__["_zerostd"], Plan(PLANS["host"]), seconds)
+    before = change.most_bytes
+    num_bytes = change.advance()
+    change.keep_pace()
+    assert num_bytes > 0 and 0 < change.most_bytes < before  # no memory moves 5 bytes in a nanosecond
+    change.move_all()
+    train(model, optimizer, 1)
+    assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
 
 
 def on_ranks(rank: int, folder: str) -> list[str]:

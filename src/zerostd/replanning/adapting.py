@@ -37,7 +37,7 @@ from zerostd.replanning.watching import EVERY, ClipCounter, Pace, RankReport, St
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
-MOVED_RATE = 2.5e9  # bytes that may move in a step, for each second of it: at 25 GB/s they take a tenth
+MOVED_PART = 0.15  # of a step, that states may take to move in it
 
 log = logging.getLogger("zerostd")
 
@@ -112,6 +112,8 @@ class Adapter(StepObserver):
         elif self._moving is not None:
             if self._moving.is_done:
                 self._end_move()
+            else:
+                self._moving.keep_pace()
         elif self._watch is not None:
             self._look()
         elif self._ranking is not None and step % EVERY:
@@ -333,9 +335,8 @@ class Adapter(StepObserver):
 
     def _start(self, plan: Plan) -> None:
         """Begin to obey a plan; states move in this step and those to come."""
-        step_s = self._seen.step_s if self._seen is not None else 0.0
-        slowest_s: float = max(self.runtime.gatherer.control.collect(step_s))
-        self._moving = HomeMove(self.runtime, plan, MOVED_RATE * slowest_s)
+        steps = self.runtime.gatherer.control.collect(0.0 if self._seen is None else self._seen.step_s)
+        self._moving = HomeMove(self.runtime, plan, MOVED_PART * max(steps))
         self._moving.take_ahead()
         if self._moving.is_done:
             self._end_move()

@@ -3,7 +3,7 @@ waits for gigabytes. Parameters do not move. No value changes by a bit.
 
     beginning     a thread allocates memory off the device for the groups that move first
     each step     their states go straight from the old place to the new one. The thread frees the old memory, and
-                  allocates for the groups that move next
+                  allocates for the groups that move next: as many as the measured rate allows
     end           groups handle their activations as the new plan says, before a forward
 
 A good moment is the beginning of backward. Forward has needed all parameters, so their updates are done, and nothing
@@ -13,6 +13,7 @@ has to be waited for. Before a forward, a group's update may not even have begun
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for, ways_for
 from zerostd.sharding import Portion
 from zerostd.tiers import Done, Transfer, Worker
+
+FIRST_RATE = 5e9  # bytes/s, that states are expected to move at before any have
 
 
 def move(runtime: Runtime, plan: Plan) -> list[str]:
@@ -126,9 +129,11 @@ class HomeMove:
     """A change of plan that is under way. Every rank makes the same one, and advances it in the same steps: before a
     forward or before a backward."""
 
-    def __init__(self, runtime: Runtime, plan: Plan, most_bytes: float = math.inf) -> None:
+    def __init__(self, runtime: Runtime, plan: Plan, seconds: float = math.inf) -> None:
         settings = _obeying(runtime, plan)
-        self.most_bytes = most_bytes  # that move at once
+        self._seconds = seconds  # that moving may take of one step: the same on all ranks
+        self.most_bytes = FIRST_RATE * seconds  # that move at once
+        self._byte_s = 0.0  # that a byte took, of those that moved last
         self._runtime = runtime
         self._limits = plan.limits
         changes = _changes(runtime, settings)
@@ -233,15 +238,25 @@ class HomeMove:
         self._check()
         if not self._next:
             self.take_ahead()
+        begun_s = time.perf_counter()
         self._taken.wait()
         moving = self._next
         self._next = []
         for change in moving:
             self._move(change)
         self._renew()
+        num_bytes = sum(change.num_bytes for change in moving)
+        self._byte_s = (time.perf_counter() - begun_s) / num_bytes if num_bytes else 0.0
         if self._left:
             self.take_ahead()
-        return sum(change.num_bytes for change in moving)
+        return num_bytes
+
+    def keep_pace(self) -> None:
+        """Let as many bytes move from now on as the slowest rank can in the seconds that there are. All ranks call it
+        together, between two moves."""
+        slowest_s: float = max(self._runtime.gatherer.control.collect(self._byte_s))
+        if slowest_s:
+            self.most_bytes = self._seconds / slowest_s
 
     def finish(self) -> None:
         """Let groups handle their activations as the new plan says, when all states have moved; before a forward."""
