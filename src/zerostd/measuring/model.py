@@ -193,7 +193,7 @@ class TimedPass:
     forward_s: float
     backward_s: float
     activation_bytes: int | None  # on the device at most, where it says
-    launches: float  # of forward's seconds, in which the host launched it
+    launches: float  # part of forward in which the host launched kernels
     groups: Mapping[str, tuple[float, float]]  # seconds of forward and backward, by name; what is left is the root's
 
 

@@ -55,7 +55,7 @@ class Prediction:
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of work in a step, by resource
     prices: Mapping[Tier, float] = field(default_factory=dict)  # seconds a step is shorter for a byte of the next GiB
     samples: int | None = None  # in a pass, of a model that is not updated: then a step is a pass
-    launches: float = 0.0  # of forward's seconds, in which the host launches it
+    launches: float = 0.0  # part of forward in which the host launches kernels
 
     def total(self, tier: Tier) -> int:
         return sum(self.bytes.get(tier, {}).values())

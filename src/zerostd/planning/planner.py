@@ -118,8 +118,8 @@ def _at_home(request: PlanRequest) -> Iterator[list[GroupShares]]:
 
 
 def _simpler(request: PlanRequest, solution: Solution) -> Iterator[tuple[PlanRequest, float]]:
-    """Yield simpler requests whose step may be shorter, because the program does not know all costs, and the part of a
-    step that they must bring. It is negative where the solution has costs that nobody knows."""
+    """Yield simpler requests, whose step may be shorter because the program does not know all costs, each with the part
+    of a step that it must save. The part is negative where the solution has costs that are not known."""
     ways = {way_of(share) for share in solution.shares}
     if request.chooses and request.recomputes and ways != {"recompute"}:
         longer_s = sum(cost.activations.longer_s for cost in request.costs)

@@ -189,7 +189,7 @@ class ModelProfile:
     forward_s: float | None = None  # of one pass, if measured
     backward_s: float | None = None
     activation_bytes: int | None = None  # on the device at most, beside model state, if measured
-    launches: float = 0.0  # of forward's seconds, in which the host launches it; 1: the device waits for launches
+    launches: float = 0.0  # part of forward in which the host launches kernels; 1: the device waits for launches
 
     @property
     def trained(self) -> int:

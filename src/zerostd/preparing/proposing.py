@@ -36,7 +36,7 @@ from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import check_placement, homes_of, rules_for
 from zerostd.preparing.remembering import recall
 
-WAITS_FOR_LAUNCHES = 0.8  # of forward's seconds: what is launched for as long makes the device wait
+WAITS_FOR_LAUNCHES = 0.8  # part of forward in which the host launches kernels: the device waits for it
 MOST_TRIES = 12  # to place groups that are streamed
 FIRST_PASS = "The first pass recomputes activations and measures them; then the plan is made again."
 
