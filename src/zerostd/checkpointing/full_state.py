@@ -66,7 +66,7 @@ def full_state(runtime: Runtime, rank: int | None) -> dict[str, Any]:
 
 
 def check_rank(rank: int | None, world: World) -> None:
-    """Refuse a rank for `full_state_dict` that is none of the world's."""
+    """Refuse a rank for `full_state_dict` that is not in the world."""
     if rank is not None and (not isinstance(rank, int) or rank not in range(world.size)):
         raise MisuseError(f"full_state_dict(rank={rank!r}): use 0 to {world.size - 1}, or None for all")
 

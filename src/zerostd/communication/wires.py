@@ -41,7 +41,7 @@ REPLICAS = "replicas"  # the ledger's entry for bytes from replica to replica
 
 
 class Collective(Transfer):
-    """Collectives of gloo in flight, and what this thread does when they have landed: sum, or start another one.
+    """Collectives of gloo in flight, and the work that follows them in this thread: a sum, or another collective.
 
     If one fails, it and those behind it stay in flight: gloo may still write to their memory when other ranks go on.
     Every later wait raises, too, so nobody frees that memory, or takes what is there for values."""

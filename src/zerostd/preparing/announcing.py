@@ -37,7 +37,7 @@ def announce(settings: Settings, world: World, blueprints: Sequence[Blueprint]) 
 
 
 def about_hosts(settings: Settings, world: World, blueprints: Sequence[Blueprint]) -> str:
-    """Return that gathers could stay inside hosts, and what that takes; empty if they do, or cannot."""
+    """Return a hint that names the mesh with which gathers stay inside hosts, and its bytes; empty if it is no help."""
     size, rest = divmod(world.num_shards, world.num_hosts)
     is_open = settings.mesh is None and settings.has_optimizer and world.link is None and world.num_hosts > 1
     if not is_open or world.num_replicas * world.num_splits > 1 or size == 1 or rest or not settings.stage:

@@ -62,7 +62,7 @@ class _Complete(Exception):
 
 
 class RecomputedForward:
-    """One call of a forward, and what it computes again. `run` calls the forward, each time with the same inputs."""
+    """One call of a forward that backward repeats. `run` calls the forward, each time with the same inputs."""
 
     def __init__(self, group: str, device: torch.device, run: Callable[[], Any]) -> None:
         self._group = group  # for messages
