@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -275,6 +276,29 @@ def test_another_process_ranks_as_this_one(tmp_path: Path, budget: int) -> None:
         except PrepareError as error:
             results.append([str(error)])
     assert results[0] == results[1]
+
+
+def test_a_process_that_cannot_rank_is_an_error_that_training_survives() -> None:
+    with pytest.raises(subprocess.SubprocessError, match="cannot be sent to another process"):
+        ranking.in_process(lambda: pytest.fail("it was called"))
+    with pytest.raises(subprocess.SubprocessError, match="ended with 3"):
+        ranking.in_process(partial(os._exit, 3))
+
+
+def test_a_search_that_fails_in_its_process_keeps_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = prepared(Plan({"*": HOST}, limits=LIMITS), str(tmp_path), FEW)
+    adapter_of(model)._ranks_aside = True
+    in_process = ranking.in_process
+    monkeypatch.setattr(ranking, "in_process", lambda search: in_process(partial(os._exit, 3)))
+    with caplog.at_level(logging.WARNING, "zerostd"):
+        train(model, optimizer, FIRST_LOOK + 1)
+        searching = adapter_of(model)._ranking
+        assert searching is not None
+        searching._work.wait()
+        train(model, optimizer, EVERY)
+    assert "the plan is kept after step" in caplog.text and adapter_of(model)._ranking is None
 
 
 # -- memory and speed --

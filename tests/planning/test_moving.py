@@ -216,6 +216,7 @@ def test_moves_keep_to_the_seconds_of_a_step(tmp_path: Path) -> None:
     change.keep_pace()
     assert num_bytes > 0 and 0 < change.most_bytes < before  # no memory moves 5 bytes in a nanosecond
     change.move_all()
+    change.finish()
     train(model, optimizer, 1)
     assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
 

@@ -44,6 +44,7 @@ def move(runtime: Runtime, plan: Plan) -> list[str]:
     between two backward passes; where gradients move, after optimizer.zero_grad()."""
     change = HomeMove(runtime, plan)
     change.move_all()
+    change.finish()
     return change.names
 
 
@@ -225,11 +226,10 @@ class HomeMove:
         return Done()
 
     def move_all(self) -> None:
-        """Move everything that is left, and finish; before a forward."""
+        """Move everything that is left."""
         self.most_bytes = math.inf
         while not self.is_done:
             self.advance()
-        self.finish()
 
     @torch.no_grad()
     def advance(self) -> int:

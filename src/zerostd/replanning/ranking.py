@@ -59,19 +59,22 @@ class Ranking:
 
         if world.rank != 0:
             return
-        is_aside = is_aside and world.node_size == 1  # the ranks of a node are known by its channels
-        with no_torch_function():  # the shapes of released parameters are asked for, never their values
-            search = self._search.on_paper() if is_aside else self._search
-            revise = partial(search.revise, limits, machine, self.report.seen, speculates=speculates)
-            if is_aside:
-                self._worker = Worker("the search for candidates", world.device)
-                self._work = self._worker.submit(partial(self._find, partial(in_process, revise)))
-            else:
-                self._find(revise)
+        search: Search = partial(self._search.revise, limits, machine, self.report.seen, speculates=speculates)
+        if not is_aside:
+            self._find(search)
+            return
+        if world.node_size == 1:  # else a thread searches: the ranks of a node are known by its channels
+            with no_torch_function():
+                on_paper = self._search.on_paper()
+            revise = partial(on_paper.revise, limits, machine, self.report.seen, speculates=speculates)
+            search = partial(in_process, revise)
+        self._worker = Worker("the search for candidates", world.device)
+        self._work = self._worker.submit(partial(self._find, search))
 
     def _find(self, search: Search) -> None:
         try:
-            present, others = search()
+            with no_torch_function():  # the shapes of released parameters are asked for, never their values
+                present, others = search()
             self._plans = [present, *others]
         except (PrepareError, OSError, subprocess.SubprocessError) as error:
             self._warn(error)
@@ -95,9 +98,13 @@ def in_process(search: Search) -> tuple[Plan, list[Plan]]:
     """Call a search in another process, which sees no accelerator; return its result, or raise its error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", f"import sys; sys.stdout = sys.stderr; from {__name__} import answer; answer()"]
-    ended = subprocess.run(command, input=pickle.dumps(search), capture_output=True, env=environment)
+    try:
+        sent = pickle.dumps(search)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise subprocess.SubprocessError(f"the search for plans cannot be sent to another process: {error}") from error
+    ended = subprocess.run(command, input=sent, capture_output=True, env=environment)
     if ended.returncode:
-        last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise subprocess.SubprocessError(f"the process that ranks plans ended with {ended.returncode}: {last}")
     refusal, *plans = decode(ended.stdout, list[str], what="the ranked plans", error=PrepareError)
     if refusal:
