@@ -192,6 +192,32 @@ def test_a_few_groups_move_before_each_step(tmp_path: Path, monkeypatch: pytest.
     assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
 
 
+def test_steps_speculate_while_groups_move_and_after_a_plan_that_did_not(tmp_path: Path) -> None:
+    """Which steps clipped is known from before, so no step waits for the whole update."""
+    model, optimizer = prepared("host", str(tmp_path), precision="bf16", accumulate=1, max_grad_norm=1e6)
+    runtime = model.__dict__["_zerostd"]
+    move(runtime, Plan(PLANS["host"], speculate=True))
+    train(model, optimizer, 4)
+    updates = optimizer.backward_updates
+    committed = [updates.num_committed]
+    change = HomeMove(runtime, Plan(PLANS["front"], speculate=True))
+    change.most_bytes = 0  # one group at a time
+    while not change.is_done:
+        change.advance()
+        train(model, optimizer, 1)
+        committed.append(updates.num_committed)
+    change.finish()
+    assert len(committed) == 1 + DEPTH // 2
+    assert committed == list(range(committed[0], committed[0] + len(committed)))
+    for name in ("host", "device"):  # without an updater for the host too
+        move(runtime, Plan(PLANS[name]))
+        train(model, optimizer, 2)
+        assert optimizer.backward_updates is None
+    move(runtime, Plan(PLANS["host"], speculate=True))
+    train(model, optimizer, 1)
+    assert optimizer.backward_updates.num_committed == committed[-1] + 1
+
+
 def test_halves_of_masters_move_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters are not joined on the way: on the host that takes longer than the copy."""
     model, optimizer = prepared("device", str(tmp_path), precision="bf16", accumulate=1)

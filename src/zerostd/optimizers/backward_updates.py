@@ -128,10 +128,14 @@ class BackwardUpdates:
         """Learn from a step that did not speculate, as soon as its factor is known."""
         self._last = options if options.host_factor is not None else None
 
-    def _is_confident(self) -> bool:
+    def look(self) -> None:
+        """Learn from the step that was watched, before its factor's memory can be given back."""
         if self._last is not None:
             self._learn(self._last.read_factor())
             self._last = None
+
+    def _is_confident(self) -> bool:
+        self.look()
         return self._num_unclipped >= NUM_UNCLIPPED
 
     def _learn(self, factor: float) -> None:

@@ -65,6 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = updater.inner
         self.updater = updater
         self.backward_updates: BackwardUpdates | None = None  # None: updates wait for step()
+        self._early: BackwardUpdates | None = None  # the same while updates may begin: it knows which steps clipped
         self._gradients = gradients
         self._schedule = schedule
         self.max_grad_norm = max_grad_norm
@@ -161,12 +162,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             or (is_speculative and not may_speculate)
             or "serial" in DEBUG
         )
-        self.backward_updates = None
-        if knows_last_pass and not waits_for_step:
-            renew = self._schedule.renew
-            self.backward_updates = BackwardUpdates(
-                self.updater, self._gradients, renew, is_speculative, keeps_gradients
-            )
+        if self._early is None:
+            self._early = BackwardUpdates(self.updater, self._gradients, self._schedule.renew, is_speculative)
+        self._early.look()
+        self._early.keeps_gradients = keeps_gradients
+        self.backward_updates = self._early if knows_last_pass and not waits_for_step else None
         return self.backward_updates
 
     def _refuse_inner(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -196,8 +196,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if len(updated) == len(order):
             return None
         options = self.updater.step_options(factor)
-        if self.backward_updates is not None and not updated:
-            self.backward_updates.watch(options)
+        if self._early is not None and not updated:
+            self._early.watch(options)
         for group in order:
             if group not in updated:
                 self.updater.update(group, options)

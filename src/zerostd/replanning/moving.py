@@ -294,11 +294,11 @@ class HomeMove:
             offload = make_offload_updater(runtime, updater.inner)
         else:
             offload.follow(runtime.groups)
-        if offload is not None and not offload.updaters:
-            offload.close()
-            offload = None
-        updater.moved(offload)
+        is_over = offload is not None and not offload.updaters
+        updater.moved(None if is_over else offload)
         begin_backward_updates(runtime, optimizer)
+        if offload is not None and is_over:
+            offload.close()
         runtime.hooks.renew()
         runtime.backward.order_is_learnt = False
 
