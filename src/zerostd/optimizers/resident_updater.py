@@ -37,8 +37,9 @@ class ResidentUpdater:
         self.device = device
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # keyed by the tensors of spans
         # For the largest group: gradients as the update reads them, and behind them joined masters. It has memory in a
-        # step.
+        # step, from the first update that needs it.
         self.scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._scratch_numel = 0
         self._inner = inner
         self._dtypes = dtypes
         self._ledger = ledger
@@ -62,8 +63,7 @@ class ResidentUpdater:
         is_coded = any(shard.is_coded for of_group in shards for shard in of_group)
         num_bytes = self.buffer_bytes(numels, comes_up, split, is_coded=is_coded)
         self._give_back()
-        self.scratch = self.scratch.new_empty(num_bytes // 4)
-        self.scratch.untyped_storage().resize_(0)
+        self._scratch_numel = num_bytes // 4
 
     @staticmethod
     def buffer_bytes(
@@ -83,9 +83,13 @@ class ResidentUpdater:
 
     def _take_scratch(self) -> None:
         storage = self.scratch.untyped_storage()
-        if not storage.nbytes():
+        if storage.nbytes():
+            return
+        if self.scratch.numel() == self._scratch_numel:
             storage.resize_(self.scratch.nbytes)
-            self._ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
+        else:
+            self.scratch = self.scratch.new_empty(self._scratch_numel)
+        self._ledger.enter(Kind.BUFFERS, self.scratch.nbytes)
 
     def _give_back(self) -> None:
         storage = self.scratch.untyped_storage()
@@ -100,7 +104,7 @@ class ResidentUpdater:
         tensors = [span.tensor for span in spans if span.tensor is not None]
         missing = [tensor for tensor in tensors if tensor not in self.state]
         states = [torch.empty_like(tensor, dtype=dtype) for tensor in missing for dtype in self._dtypes.values()]
-        states.append(torch.empty_like(self.scratch))
+        states.append(self.scratch.new_empty(self._scratch_numel))
         del states
         self._has_memory = True
 
