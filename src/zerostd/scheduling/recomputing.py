@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from zerostd.compat import current_backward, in_backward, in_checkpoint, in_transform, version_of
 from zerostd.errors import MisuseError
@@ -71,7 +71,7 @@ class RecomputedForward:
         self._saved: list[Kind] = []  # by autograd in the first run, in order
         self._values: dict[int, torch.Tensor] = {}  # of these, until autograd takes them
         self._backward = -1  # for which they were computed
-        self._random: tuple[torch.Tensor, Any] | None = None  # states before the first run, if it used them
+        self._random: list[torch.Tensor] | None = None  # states before the first run, if it used them
         self._autocasts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
             for kind in {"cpu", device.type}
@@ -83,7 +83,7 @@ class RecomputedForward:
         before = self._random_states()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             output = self._run()
-        if not _are_equal(before, self._random_states()):
+        if not all(map(torch.equal, before, self._random_states())):
             self._random = before
         return output
 
@@ -135,15 +135,17 @@ class RecomputedForward:
             finally:
                 self._set_random_states(now)
 
-    def _random_states(self) -> tuple[torch.Tensor, Any]:
-        states = None if self._device.type == "cpu" else get_device_states(torch.empty(0, device=self._device))
-        return torch.get_rng_state(), states
+    def _random_states(self) -> list[torch.Tensor]:
+        """Return the random state of the CPU, and of the device if that is another one."""
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
 
-    def _set_random_states(self, states: tuple[torch.Tensor, Any]) -> None:
-        of_cpu, of_device = states
-        torch.set_rng_state(of_cpu)
-        if of_device is not None:
-            set_device_states(*of_device, device_type=self._device.type)
+    def _set_random_states(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
 
     def _explain(self, kinds: list[Kind]) -> str:
         """Return how the second run differed."""
@@ -161,12 +163,6 @@ class RecomputedForward:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _are_equal(states: tuple[torch.Tensor, Any], others: tuple[torch.Tensor, Any]) -> bool:
-    if not torch.equal(states[0], others[0]):
-        return False
-    return states[1] is None or all(map(torch.equal, states[1][1], others[1][1]))
 
 
 def _run_twice(
