@@ -43,3 +43,24 @@ def test_of_each_kind_the_best_is_tried() -> None:
         plan(0.3, 1.0, 0.94, ways="recompute"),
     ]
     assert tried(present, *candidates) == [candidates[0], *candidates[2:]][:MOST_TRIED]
+
+
+def test_what_is_predicted_to_be_slower_than_its_like_was_measured_is_not_tried() -> None:
+    """The first candidate takes longer than predicted, and so would those of its kind; another kind may not."""
+    candidates = [
+        plan(0.9, 0.0, 0.90),
+        plan(0.9, 0.3, 0.94),
+        plan(0.9, 0.6, 0.95, gradients=Tier.HOST),
+    ]
+    trials = Trials(plan(0.0, 0.0, 1.0), candidates, 1.0, "the first steps were measured")
+    first = trials.next()
+    assert first is candidates[0]
+    trials.record(first, 0.98)
+    assert trials.next() is candidates[2]
+    assert trials.next() is None
+
+
+def test_the_next_of_a_kind_is_tried_if_the_first_one_was_not_measured() -> None:
+    """It passed the budget."""
+    candidates = [plan(0.9, 0.0, 0.90), plan(0.9, 0.3, 0.94)]
+    assert tried(plan(0.0, 0.0, 1.0), *candidates) == candidates

@@ -3,6 +3,7 @@ lost by trying; the fastest stays, and measured seconds count for more than pred
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ MOST_LONGER = 1.3  # times the shortest predicted step: what is longer is not tr
 ALIKE = 0.15  # of all groups: plans that differ in fewer tell nothing new
 SCRAP = 0.005  # of a group's states
 WORTH_KEEPING = 0.02  # of a step, that a candidate must save: seconds of one plan differ by as much
+
+log = logging.getLogger("zerostd")
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,29 @@ class Trials:
         self._measured = [(present, measured_s)]
 
     def next(self) -> Plan | None:
-        """Return the candidate to try next; None: all were tried."""
-        return self._left.pop(0) if self._left else None
+        """Return the candidate to try next; None: nothing that is left can be expected to be the fastest."""
+        best_s = min(seconds for _, seconds in self._measured) * (1 - WORTH_KEEPING)
+        while self._left:
+            plan = self._left.pop(0)
+            if self._expected_s(plan) < best_s:
+                return plan
+        return None
 
-    def record(self, plan: Plan, measured_s: float) -> None:
-        """Note the seconds that steps with a candidate took, on the slowest rank."""
-        self._measured.append((plan, measured_s))
+    def _expected_s(self, plan: Plan) -> float:
+        """Return the seconds that a step is expected to take: as predicted, by as much too short or too long as plans
+        of its kind were. Zero if there was none, because that has to be seen."""
+        kind = _kind_of(plan)
+        alike = [(other, seconds) for other, seconds in self._measured if _kind_of(other) == kind]
+        ratios = [seconds / other.predicted.step_s for other, seconds in alike if other.predicted.step_s]
+        return min(ratios, default=0.0) * (plan.predicted.step_s or 0.0)
+
+    def record(self, plan: Plan, measured_s: float, why_short: str = "") -> None:
+        """Note the seconds that steps with a candidate took, on the slowest rank. It is no candidate if it was short of
+        memory."""
+        if why_short:
+            log.info("a plan that was tried is not kept, because %s: %s", why_short, name_of(plan))
+        else:
+            self._measured.append((plan, measured_s))
 
     def winner(self) -> Plan:
         """Return the plan that stays, with all measurements: the fastest, if it is faster by enough."""
