@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import statistics
@@ -35,6 +36,7 @@ from zoo import HELD_OUT, ZOO, call, loss_of
 
 import zerostd
 from zerostd.policy import Tier
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.adapting import Adapter
 from zerostd.replanning.trials import name_of
 
@@ -232,6 +234,8 @@ def planned(
     model: torch.nn.Module, batch: Any, budget: int, clip: float | None, *, shows_batch: bool, toy: bool
 ) -> Record:
     """Train with the planner's placement; without a batch it is made when the first pass was seen."""
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("zerostd").setLevel(logging.INFO)  # each decision, for the log beside the records
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=DEVICE == "cuda")
     options: Record = {"precision": "bf16", "accumulate": 1, "max_grad_norm": clip}
     limits = zerostd.Budget(device=budget)
@@ -251,6 +255,7 @@ def planned(
         seconds += more
         peak = max(peak, more_peak)
     last, last_peak = train(model, prepared, batch, 4 if toy else LAST)
+    norm = getattr(prepared, "grad_norm", None)
     obeyed = runtime.settings.plan
     return {
         "budget_bytes": budget,
@@ -266,10 +271,20 @@ def planned(
         "seconds": [round(each, 4) for each in [*seconds, *last]],
         "is_settled": adapter is None or not adapter.is_busy,
         "plan": name_of(obeyed),
+        "planned": {kind.value: size for kind, size in obeyed.predicted.bytes.get(Tier.DEVICE, {}).items()},
+        "held": zerostd.memory(model).now.get("device", {}),
+        "account": {kind.value: size for kind, size in _account(runtime).items()},
+        "clips": clip is not None and norm is not None and norm.item() > clip,  # the last step
         "trials": [[trial.name, trial.predicted_s, trial.measured_s] for trial in obeyed.trials],
         "revisions": [] if adapter is None else [[each.step, each.reason] for each in adapter.revisions],
         "notes": list(obeyed.notes),
     }
+
+
+def _account(runtime: Any) -> dict[Any, int]:
+    """Return the bytes of the device that the model takes, by the code that allocates them."""
+    search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)
+    return search.account(runtime.settings.plan).get(Tier.DEVICE, {})
 
 
 def placements() -> Iterator[dict[str, Any]]:

@@ -160,8 +160,9 @@ def test_a_faster_candidate_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_trials_end_and_cost_a_bounded_number_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [(0.1 * number, 1 - 0.1 * number) for number in range(1, 9)]
-    homes = [Homes(states=((Tier.DEVICE, Route.RESIDENT, a), (Tier.HOST, Route.CPU, b))) for a, b in parts]
+    states = [((Tier.DEVICE, Route.RESIDENT, a), (Tier.HOST, Route.CPU, b), (Tier.DISK, Route.CPU, c))
+              for a, b, c in ((0.5, 0.5, 0.0), (0.0, 0.5, 0.5), (0.5, 0.0, 0.5), (0.3, 0.3, 0.4))]  # fmt: skip
+    homes = [Homes(gradients=tier, states=each) for tier in (Tier.DEVICE, Tier.HOST) for each in states]  # of all kinds
     model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path), FEW)
     started = plant(model, monkeypatch, *(predicted(each, 1.0) for each in homes))
     monkeypatch.setattr(adapting, "MOVED_PART", 1e15)  # all groups in one step

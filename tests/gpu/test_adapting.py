@@ -132,6 +132,21 @@ def fill(left: int) -> list[torch.Tensor]:
     return found
 
 
+def test_gradients_that_land_after_the_peak_are_known() -> None:
+    """The device holds most when backward begins, since activations are larger than gradients."""
+    model, optimizer = prepared()
+    train(model, optimizer, EVERY + 1, rows=32 * 1024)
+    meter = adapter_of(model).meter
+    meter.watch_model(is_on=True)
+    train(model, optimizer, 1, rows=32 * 1024)
+    meter.watch_model(is_on=False)
+    gradients = zerostd.memory(model).peak["device"]["gradients"]
+    buffers = zerostd.memory(model).peak["device"]["buffers"]
+    assert 0.8 * gradients <= meter.late_bytes() <= gradients + buffers
+    assert meter.activation_bytes() + meter.late_bytes() > DEPTH * 32 * 1024 * WIDTH * 2
+    assert not model.__dict__["_zerostd"].ledger.watchers
+
+
 def test_a_batch_that_does_not_fit_makes_room_for_the_next() -> None:
     model, optimizer = prepared()
     train(model, optimizer, 2)

@@ -300,6 +300,28 @@ def test_activations_count_in_the_plan_that_is_obeyed() -> None:
     assert best.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 440 * MIB
 
 
+def test_gradients_that_had_yet_to_land_hide_activations() -> None:
+    """The device holds most when backward begins. A plan with gradients on the host saves nothing of that moment."""
+    settings, found, world = for_a_device()
+    limits: dict[Tier, int] = {Tier.DEVICE: 60 * GIB, Tier.HOST: 60 * GIB}
+    plan = PlanSearch(settings, found, world).all_on_device(limits)
+    assert plan is not None
+    limits[Tier.DEVICE] = 720 * MIB
+    search = PlanSearch(settings.obeying(plan, sizes_of(found)), found, world)
+    gradients = plan.predicted.bytes[Tier.DEVICE][Kind.GRADIENTS]
+    buffers = plan.predicted.bytes[Tier.DEVICE].get(Kind.BUFFERS, 0)
+    for late_bytes in (0, 100 * MIB, gradients):
+        seen = ObservedStep(0.005, 0.0017, 0.0033, activation_bytes=300 * MIB, late_bytes=late_bytes)
+        now, others = search.revise(limits, H200, seen, speculates=False)
+        assert now.predicted.bytes[Tier.DEVICE][Kind.ACTIVATIONS] == 300 * MIB
+        assert others
+        for other in others:
+            held = other.predicted.bytes[Tier.DEVICE]
+            fewer = gradients + buffers - held.get(Kind.GRADIENTS, 0) - held.get(Kind.BUFFERS, 0)
+            assert held[Kind.ACTIVATIONS] == 300 * MIB + min(late_bytes, max(0, fewer))
+            assert sum(held.values()) <= limits[Tier.DEVICE]
+
+
 WIDE = 7168
 
 

@@ -185,6 +185,7 @@ class Ledger:
     events: Events = field(default_factory=Events)
     leaks: Leaks = field(default_factory=Leaks)
     retries: Retries = field(default_factory=Retries)
+    watchers: list[Callable[[Tier], None]] = field(default_factory=list)  # called before bytes of a tier change
     _group: str = ""  # at work
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -193,6 +194,8 @@ class Ledger:
         self._group = group
 
     def enter(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        for watch in self.watchers:
+            watch(tier)
         with self._lock:
             self.now[tier, kind] += num_bytes
             self.peak[tier, kind] = max(self.peak[tier, kind], self.now[tier, kind])
@@ -201,6 +204,8 @@ class Ledger:
         self.leaks.enter(tier, kind, num_bytes, self._group)
 
     def leave(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        for watch in self.watchers:
+            watch(tier)
         with self._lock:
             self.now[tier, kind] -= num_bytes
             self.held[tier] -= num_bytes

@@ -64,8 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_retired = False
         self.inner = updater.inner
         self.updater = updater
-        self.backward_updates: BackwardUpdates | None = None  # None: updates wait for step()
-        self._early: BackwardUpdates | None = None  # the same while updates may begin: it knows which steps clipped
+        self._early: BackwardUpdates | None = None  # of all plans so far: it knows which steps clipped
         self._gradients = gradients
         self._schedule = schedule
         self.max_grad_norm = max_grad_norm
@@ -166,8 +165,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._early = BackwardUpdates(self.updater, self._gradients, self._schedule.renew, is_speculative)
         self._early.look()
         self._early.keeps_gradients = keeps_gradients
-        self.backward_updates = self._early if knows_last_pass and not waits_for_step else None
+        self._early.is_on = knows_last_pass and not waits_for_step
         return self.backward_updates
+
+    @property
+    def backward_updates(self) -> BackwardUpdates | None:
+        """Updates inside backward; None if all wait for step()."""
+        return self._early if self._early is not None and self._early.is_on else None
 
     def _refuse_inner(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse a step of the user's own optimizer on the user's own parameters."""

@@ -9,7 +9,7 @@ steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerostd.errors import PrepareError
@@ -19,7 +19,7 @@ from zerostd.planning.profiles import RECOMPUTED
 from zerostd.planning.program import SLACK, optimise
 from zerostd.planning.request import PlanRequest
 from zerostd.planning.rounding import explain_missing, least_of, missing_bytes, optimise_whole
-from zerostd.planning.solution import Solution, fits, model_state
+from zerostd.planning.solution import Bytes, CountBytes, Solution, fits, model_state
 from zerostd.policy import Kind, Tier
 
 DIGITS = 9  # of seconds: among placements that differ in less, the first is taken
@@ -35,9 +35,6 @@ SCRAP = 0.1  # of a group's states on the host: not worth a second worker
 MOST_SPLITS = 6  # of updates between CPU and device, that are looked at
 NEIGHBOURS = (0.8, 1.2)  # times the CPU's part of an update: how busy a processor is with other things, nobody knows
 VARIATIONS = (0.8, 1.2, 0.5, 0.0)  # the same for candidates that training may try
-
-Bytes = Mapping[Tier, Mapping[Kind, int]]
-CountBytes = Callable[[Solution], Bytes]  # everything that a solution takes, by tier and kind
 
 
 def total(held: Bytes, tier: Tier) -> int:

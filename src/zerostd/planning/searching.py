@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import plain_seconds
 from zerostd.planning.demands import way_of
-from zerostd.planning.planner import CountBytes, Counted, fitting, total
+from zerostd.planning.planner import Counted, fitting, total
 from zerostd.planning.profiles import RECOMPUTED
 from zerostd.planning.request import WORTH_SPECULATING, PlanRequest
-from zerostd.planning.solution import Solution
+from zerostd.planning.solution import CountBytes, Solution
 from zerostd.policy import Tier
 
 WORTH_CODING = 0.05  # of a step: what results that are not exact must bring

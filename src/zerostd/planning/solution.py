@@ -134,6 +134,9 @@ def fits(solution: Solution) -> bool:
     return all(size <= solution.request.limits.get(tier, 0) * (1 + TOLERANCE) + 1 for tier, size in held.items())
 
 
+Bytes = Mapping[Tier, Mapping[Kind, int]]
+CountBytes = Callable[[Solution], Bytes]  # everything that a solution takes, by tier and kind
+
 # -- rates as they were observed --
 
 
@@ -146,8 +149,22 @@ class ObservedStep:
     backward_s: float
     num_passes: int = 1  # in a step
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of each worker in a step: cpu, streamed, disk
-    activation_bytes: int | None = None  # on the device beside model state, at most; None: not known
+    activation_bytes: int | None = None  # on the device beside the most of model state; None: not known
+    late_bytes: int = 0  # of the model, that were not on the device when it held most: gradients that had yet to land
     profile: ModelProfile | None = None  # of the model, with the activations that were counted in a pass; None: not
+
+
+def with_unhidden(
+    count: CountBytes, present: Mapping[Tier, Mapping[Kind, int]], late_bytes: int, solution: Solution
+) -> Bytes:
+    """Count a solution with the activations that were not seen under the present plan. Gradients and working memory
+    that were not there when the device held most hide as many, as far as the solution has fewer of them."""
+    counted = count(solution)
+    before = present.get(Tier.DEVICE, {})
+    device = counted.get(Tier.DEVICE, {})
+    fewer = sum(before.get(kind, 0) - device.get(kind, 0) for kind in (Kind.GRADIENTS, Kind.BUFFERS))
+    unseen = min(late_bytes, max(0, fewer))
+    return {**counted, Tier.DEVICE: {**device, Kind.ACTIVATIONS: device.get(Kind.ACTIVATIONS, 0) + unseen}}
 
 
 def refit(

@@ -27,7 +27,7 @@ from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from, 
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import replicas_of, shared, stages_of, threads_of
 from zerostd.planning.searching import SearchResult, search, search_coded
-from zerostd.planning.solution import ObservedStep, Solution, evaluate, model_state, refit
+from zerostd.planning.solution import CountBytes, ObservedStep, Solution, evaluate, model_state, refit, with_unhidden
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
 from zerostd.policy import Homes, Kind, Placement, Stage, Tier, Way, shards
 from zerostd.preparing.accounting import predict
@@ -277,14 +277,15 @@ class PlanSearch:
             seen = replace(seen, activation_bytes=planned)
         request = refit(request, homes, seen, plan.activations_of)
         now = evaluate(request, homes, plan.activations_of)
+        held = self.count(now)
         request = replace(request, speculates=False, activations=open_ways)
-        result = search([request], self.count, may_speculate=speculates)
-        counted = [*result.speculating, *result.candidates, *self._near(result)]
-        others = [bare_plan(each) for each in counted]
+        count = partial(with_unhidden, self.count, held, seen.late_bytes)
+        result = search([request], count, may_speculate=speculates)
+        others = [bare_plan(each) for each in (*result.speculating, *result.candidates, *self._near(result, count))]
         if not request.chooses:
             others = [replace(other, activations=plan.activations) for other in others]
         others = [replace(other, codec=plan.codec) for other in others]
-        present = replace(bare_plan(Counted(now, self.count(now))), homes=homes, codec=plan.codec)
+        present = replace(bare_plan(Counted(now, held)), homes=homes, codec=plan.codec)
         return present, sorted(others, key=lambda other: other.predicted.step_s or 0.0)
 
     @property
@@ -292,11 +293,11 @@ class PlanSearch:
         """The codes of a model that trains already: it keeps them."""
         return {} if self.settings.plan is None else self.settings.plan.codec
 
-    def _near(self, result: SearchResult) -> list[Counted]:
+    def _near(self, result: SearchResult, count: CountBytes) -> list[Counted]:
         """Return the best candidate with more and with fewer updates by the CPU, and with none."""
         best = result.best
         limits = best.solution.request.limits
-        near = [Counted(solution, self.count(solution)) for solution in neighbours(best.solution, VARIATIONS)]
+        near = [Counted(solution, count(solution)) for solution in neighbours(best.solution, VARIATIONS)]
         return [each for each in near if all(total(each.held, tier) <= limits.get(tier, 0) for tier in Tier)]
 
     @property

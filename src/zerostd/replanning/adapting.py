@@ -205,11 +205,13 @@ class Adapter(StepObserver):
     # Watching
 
     def _begin_watch(self, reason: str) -> None:
+        self.meter.watch_model(is_on=True)
         self._watch = StepWatch(self.runtime, self._pace.step, reason)
 
     def _look(self) -> None:
         """Continue watching; after enough steps, note their times."""
         assert self._watch is not None
+        self.meter.watch_model(is_on=False)  # one step tells, and the others are timed
         if not self._watch.is_over(self._pace.step):
             return
         reason = self._watch.reason
@@ -217,8 +219,7 @@ class Adapter(StepObserver):
         self._watch = None
         report = self._collect(replace(self._report(), why_short=self.meter.shortage()))
         if self._trials is not None:
-            if not report.why_short:  # what passes the budget is no candidate
-                self._trials.record(self.plan, report.seen.step_s)
+            self._trials.record(self.plan, report.seen.step_s, report.why_short)
             self._try_next()
         elif not report.why_short or not self._revise(report.why_short, report):
             self._try(reason, report)
@@ -265,8 +266,8 @@ class Adapter(StepObserver):
         if self._seen is None:
             step_s = self._pace.median_s
             self._seen = ObservedStep(step_s, step_s / 3, 2 * step_s / 3)
-        activation_bytes = self.meter.activation_bytes()
-        self._seen = replace(self._seen, activation_bytes=activation_bytes, profile=self._room.count())
+        seen = replace(self._seen, activation_bytes=self.meter.activation_bytes(), late_bytes=self.meter.late_bytes())
+        self._seen = replace(seen, profile=self._room.count())
         return RankReport(self.meter.room(), self._seen)
 
     def _collect(self, report: RankReport) -> RankReport:
@@ -375,12 +376,11 @@ class Adapter(StepObserver):
         if not candidates:
             return False
         if all(present.predicted.total(tier) <= limit for tier, limit in self.meter.limits(report.room).items()):
+            log.info("the plan is kept after step %d: by its own account it fits (%s)", self._pace.step, reason)
             return True
         plan = candidates[0]
         plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))
-        log.info(
-            "the plan no longer fits and is revised after step %d (%s)\n%s", self._pace.step, reason, plan.explain()
-        )
+        log.info("the plan does not fit and is revised after step %d (%s)\n%s", self._pace.step, reason, plan.explain())
         self.meter.give_cache_back()  # so that what moves does not lie in the blocks of activations
         self._moving = HomeMove(self.runtime, plan)
         self._moving.move_all()

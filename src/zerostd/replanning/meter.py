@@ -35,6 +35,7 @@ class DeviceMeter:
         self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
         self._held_before = 0  # bytes of the model, before the pass that `begin_pass` was told of
         self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
+        self._noted: tuple[int, int] | None = None  # the most allocated while the model was watched, and its bytes then
 
     def now(self) -> int:
         """Return the bytes that are allocated now."""
@@ -54,6 +55,7 @@ class DeviceMeter:
             torch.accelerator.reset_peak_memory_stats(self._device)
         self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
         self._pass_bytes = 0
+        self._noted = None
 
     def begin_pass(self) -> None:
         """Remember what the model holds before a pass."""
@@ -136,6 +138,26 @@ class DeviceMeter:
         held = self._ledger.held[tier]
         others = self.now() - held if tier is Tier.DEVICE else 0
         return others + max(held, 0 if plan is None else plan.predicted.total(tier))
+
+    def watch_model(self, *, is_on: bool) -> None:
+        """Reset, and note from now on how much of the model is on the device when it holds most; or no longer. Each
+        change of the model asks the allocator meanwhile."""
+        watchers = self._ledger.watchers
+        if is_on:
+            self.reset()
+            watchers += [self._note] * self.has_allocator
+        elif self._note in watchers:
+            self._note(Tier.DEVICE)
+            watchers.remove(self._note)
+
+    def _note(self, tier: Tier) -> None:
+        peak = self.peak() if tier is Tier.DEVICE else 0
+        if peak > (0 if self._noted is None else self._noted[0]):
+            self._noted = (peak, self._ledger.held[Tier.DEVICE])
+
+    def late_bytes(self) -> int:
+        """Return the bytes of the model that were not on the device when it held most, while the model was watched."""
+        return 0 if self._noted is None else max(0, self._ledger.most[Tier.DEVICE] - self._noted[1])
 
     def activation_bytes(self) -> int | None:
         """Return the most bytes held besides model state since `reset`; None if only counts are known."""

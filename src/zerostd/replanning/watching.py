@@ -47,7 +47,7 @@ def worst_of(reports: Sequence[RankReport]) -> RankReport:
     largest = max(profiles, key=lambda profile: sum(group.kept_bytes for group in profile.groups), default=None)
     return RankReport(
         {tier: min(report.room[tier] for report in reports) for tier in reports[0].room},
-        replace(slowest, profile=largest),
+        replace(slowest, profile=largest, late_bytes=max(report.seen.late_bytes for report in reports)),
         max((report.why_short for report in reports), key=len),
         any(report.is_slow for report in reports),
         any(report.is_worse for report in reports),
