@@ -22,7 +22,9 @@ from zerostd.measuring import load_or_measure
 from zerostd.measuring.identity import free_bytes
 from zerostd.measuring.model import profile_model
 from zerostd.policy import Homes, Kind, Route, Tier
+from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.adapting import NUM_FIRST, Adapter
+from zerostd.replanning.moving import move
 from zerostd.replanning.watching import EVERY, NUM_WATCHED
 
 pytestmark = pytest.mark.gpu
@@ -145,6 +147,21 @@ def test_gradients_that_land_after_the_peak_are_known() -> None:
     assert 0.8 * gradients <= meter.late_bytes() <= gradients + buffers
     assert meter.activation_bytes() + meter.late_bytes() > DEPTH * 32 * 1024 * WIDTH * 2
     assert not model.__dict__["_zerostd"].ledger.watchers
+
+
+def test_the_device_holds_what_the_account_says_after_gradients_have_moved() -> None:
+    """Buffers that gradients of the host pass through go with them."""
+    on_host = Homes(gradients=Tier.HOST, states=((Tier.HOST, Route.CPU, 0.5), (Tier.HOST, Route.STREAMED, 0.5)))
+    half = {str(index): on_host if index % 2 else Homes() for index in range(DEPTH)}
+    model, optimizer = prepared(plan=Plan({"*": on_host}))
+    runtime = model.__dict__["_zerostd"]
+    for plan in (Plan({**half, "*": on_host}), Plan({"*": Homes()}), Plan({"*": on_host})):
+        train(model, optimizer, 2)
+        move(runtime, plan)
+        runtime.ledger.most[Tier.DEVICE] = 0
+        train(model, optimizer, 2)
+        account = PlanSearch(runtime.settings, runtime.blueprints, runtime.world).account(plan)
+        assert runtime.ledger.most[Tier.DEVICE] <= sum(account[Tier.DEVICE].values()), zerostd.memory(model)
 
 
 def test_a_batch_that_does_not_fit_makes_room_for_the_next() -> None:

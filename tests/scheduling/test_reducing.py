@@ -174,6 +174,20 @@ def test_staging_grows_and_books_what_it_holds() -> None:
     assert staging.take(32, torch.float32)[1].shape == (32,)
 
 
+def test_staging_that_was_emptied_is_as_large_as_the_next_gradients_need() -> None:
+    ledger, staging = Ledger(), Staging()
+    staging.reserve([128] * NUM_STAGING, CPU, ledger)
+    first, _, _ = staging.take(32, torch.float32)
+    busy = Update()
+    staging.occupy(first, until=busy)
+    staging.empty()
+    assert busy.num_waits == 1 and ledger.now[Tier.DEVICE, Kind.BUFFERS] == 0
+    staging.empty()
+    staging.reserve([32] * NUM_STAGING, CPU, ledger)
+    assert ledger.now[Tier.DEVICE, Kind.BUFFERS] == NUM_STAGING * 32
+    assert staging.take(8, torch.float32)[1].shape == (8,)
+
+
 def test_only_the_largest_gradient_needs_the_larger_staging_buffer() -> None:
     ledger, staging = Ledger(), Staging()
     staging.reserve(Staging.sizes([16, 64, 32]), CPU, ledger)

@@ -63,6 +63,11 @@ class Staging:
         """Keep a buffer from being written until a transfer is over."""
         self._free[number] = until
 
+    def empty(self) -> None:
+        """Forget the buffers. The gradients that pass next make them as large as they need."""
+        self.give_back()
+        self._memories = []
+
     def give_back(self) -> None:
         """Free the memory. Gradients in it must have left before another tensor can use it."""
         for free in self._free:

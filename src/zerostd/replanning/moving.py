@@ -289,6 +289,8 @@ class HomeMove:
         optimizer = runtime.optimizer
         assert optimizer is not None
         updater = optimizer.updater
+        if self._moves_gradients:
+            runtime.resources.staging.empty()  # fewer gradients may pass from now on, or none
         offload = updater.offload
         if offload is None:
             offload = make_offload_updater(runtime, updater.inner)
