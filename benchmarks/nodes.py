@@ -1,11 +1,11 @@
-"""Hybrid sharding and secondary shards on two "nodes": network namespaces of one machine, with a slow wire between.
+"""Hybrid sharding, secondary shards and codes on two "nodes": network namespaces with a slow wire between them.
 
     sudo python benchmarks/nodes.py --rate 400 --steps 6 --write nodes-cpu
 
 Four gloo ranks, two in each namespace, train the same fp32 GPT on the same data. Systems take turns of a few steps in
-one process each; "planned" follows `zerostd.plan`, with the wires that the job measures. Bytes between the nodes are
-counted by the kernel at the wire. Those of hybrid sharding stand beside their closed form: a gradient slice is averaged
-over the nodes, nothing else crosses. Needs Linux, root, `ip` and `tc`.
+one process each; "planned" follows `zerostd.plan`, with the wires that the job measures, and "planned, coded" the same
+with `exact=False`. Bytes between the nodes are counted by the kernel at the wire. Those of hybrid sharding stand beside
+their closed form: a gradient slice is averaged over the nodes, nothing else crosses. Needs Linux, root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -38,7 +38,7 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, 
 NUM_NODES = 2
 RANKS_PER_NODE = 2
 SYSTEMS = ("FSDP2", "FSDP2 hybrid", "stage 3", "stage 3 secondary", "stage 3 hybrid", "stage 2", "stage 2 hybrid")
-SYSTEMS += ("planned",)
+SYSTEMS += ("planned", "planned, coded")
 
 
 def run(*words: str) -> str:
@@ -79,12 +79,13 @@ def prepare(system: str, model: nn.Module) -> tuple[nn.Module, Any]:
     mesh = init_device_mesh("cpu", (NUM_NODES * RANKS_PER_NODE,))
     if system.endswith("hybrid") or keeps_secondary:
         mesh = init_device_mesh("cpu", (NUM_NODES, RANKS_PER_NODE), mesh_dim_names=("replicate", "shard"))
-    if system == "planned":
+    if system.startswith("planned"):
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        plan = zerostd.plan(model, optimizer, batch=draw(torch.Generator().manual_seed(0), 2, SHAPE.length))
+        batch = draw(torch.Generator().manual_seed(0), 2, SHAPE.length)
+        plan = zerostd.plan(model, optimizer, batch=batch, exact=system == "planned")
         if dist.get_rank() == 0:
             print(plan.explain(), file=sys.stderr)
-        return zerostd.prepare(model, optimizer, plan=plan)
+        return zerostd.prepare(model, optimizer, plan=plan, exact=system == "planned")
     if not system.startswith("FSDP2"):
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         placement = zerostd.Placement(secondary_shards=keeps_secondary)
@@ -120,14 +121,14 @@ def train(system: str, steps: int) -> dict[str, Any]:
     return result
 
 
-def work(steps: int, rounds: int, out: str) -> None:
+def work(systems: Sequence[str], steps: int, rounds: int, out: str) -> None:
     """Train every system on this rank, and let rank 0 write the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
+    rows: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for number in range(rounds):
-        for offset in range(len(SYSTEMS)):
-            system = SYSTEMS[(number + offset) % len(SYSTEMS)]
+        for offset in range(len(systems)):
+            system = systems[(number + offset) % len(systems)]
             rows[system].append(train(system, steps))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows))
@@ -142,7 +143,7 @@ def table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) 
     flat["stage 3 secondary"] = "stage 3"
     options = f"--rate {arguments.rate} --steps {arguments.steps} --rounds {arguments.rounds}"
     lines = [
-        "# Hybrid sharding and secondary shards on two nodes",
+        "# Hybrid sharding, secondary shards and codes on two nodes",
         "",
         f"GPT of {numel / 1e6:.1f} M parameters, fp32, 2 x {SHAPE.length} tokens a rank, AdamW. Four gloo ranks, two",
         f"in each of two network namespaces; the wire between them carries {arguments.rate} Mbit/s each way.",
@@ -162,7 +163,7 @@ def table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) 
         step_s = median(result["step_s"] for result in results)
         sent = median(result["node_bytes"] for result in results)
         ratio = ""
-        if system in flat:
+        if flat.get(system) in rows:
             pairs = zip(results, rows[flat[system]], strict=True)
             ratio = f"{median(ours['step_s'] / theirs['step_s'] for ours, theirs in pairs):.3f}"
         over = f"{sent / crossing:.3f}" if system.endswith("hybrid") else ""
@@ -177,11 +178,12 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=400, help="Mbit/s between the nodes")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--system", action="append", choices=SYSTEMS, help="only these")
     parser.add_argument("--write", metavar="NAME", help="write benchmarks/results/NAME.md")
     parser.add_argument("--out", help=argparse.SUPPRESS)  # of a rank
     arguments = parser.parse_args()
     if arguments.out is not None:
-        work(arguments.steps, arguments.rounds, arguments.out)
+        work(arguments.system or SYSTEMS, arguments.steps, arguments.rounds, arguments.out)
         return
     with tempfile.TemporaryDirectory() as folder, nodes(arguments.rate) as names:
         out = Path(folder) / "rows.json"
@@ -200,6 +202,8 @@ def main() -> None:
             }
             command = ["ip", "netns", "exec", names[node], sys.executable, __file__, "--out", str(out)]
             command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
+            for system in arguments.system or ():
+                command += ["--system", system]
             ranks.append(subprocess.Popen(command, env=environment))
         for rank in ranks:
             if rank.wait() != 0:

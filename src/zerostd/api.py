@@ -34,7 +34,7 @@ from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.policy import Budget, Placement, Precision, Stage, Tier
 from zerostd.preparing.announcing import announce, warn_of_idle_accelerator
 from zerostd.preparing.building import add_masters, attach_optimizer, build
-from zerostd.preparing.options import check_budget, check_settings, target_device
+from zerostd.preparing.options import check_budget, check_settings, codable, target_device
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.replanning.adapting import adapt
 from zerostd.replanning.late import attach_late
@@ -79,7 +79,7 @@ def prepare(
         mesh: The process group or DeviceMesh of the ranks that train. In a mesh (replicate, shard), a row is a replica.
         reduce: 'mean' or 'sum' of gradients over ranks. Gradients of several passes add up, as in torch.
         servers: Number of parameter servers: the last ranks hold masters and states. On them prepare does not return.
-        exact: False allows lossy codes: `Placement(codec=...)`, and 8-bit optimizer states if the planner chooses them.
+        exact: False allows lossy codes: `Placement(codec=...)`, and 8-bit ones of states and on wires in plans.
         device: The device to train on, such as 'cuda'. None: the model's device.
 
     Returns:
@@ -99,7 +99,7 @@ def prepare(
         mesh=mesh,
         reduce=reduce,
         servers=servers,
-        exact=exact,
+        codable=codable(exact),
         device=None if device is None else target_device(model, device),
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
     )
@@ -162,7 +162,7 @@ def plan(
         max_grad_norm=max_grad_norm,
         budget=Budget.parse(budget),
         globs=groups,
-        exact=exact,
+        codable=codable(exact),
     )
     settings = check_settings(settings, model, optimizer)
     if machine is None:

@@ -8,7 +8,7 @@ from torch import nn
 
 import zerostd
 from zerostd.planning import Plan
-from zerostd.policy import Homes, Way
+from zerostd.policy import Homes, Kind, Tier, Way
 from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.watching import counted_profile
 
@@ -42,4 +42,42 @@ def test_a_plan_like_the_one_that_was_seen_takes_what_was_seen(way: Way) -> None
     assert profile is not None
     plan = Plan({"*": Homes()}, activations={"*": way.in_plan})
     assert meter.activations_of(plan, profile) == meter.seen
+    zerostd.release(model)
+
+
+class Allocating(DeviceMeter):
+    """A meter of an allocator that has seen `allocated` bytes at most."""
+
+    allocated = 0
+
+    def peak(self) -> int:
+        return self.allocated
+
+    def reset(self) -> None:
+        self.has_allocator = False  # there is none to ask
+        super().reset()
+        self.has_allocator = True
+        self.allocated = self._ledger.held[Tier.DEVICE]
+
+
+@pytest.mark.parametrize("peak_at_end", [False, True])
+def test_what_of_the_model_came_after_the_peak_is_late(peak_at_end: bool) -> None:
+    model, _ = zerostd.prepare(nn.Sequential(nn.Linear(WIDTH, WIDTH)), groups=["*"])
+    runtime = model.__dict__["_zerostd"]
+    meter = Allocating(runtime)
+    meter.watch_model(is_on=True)
+    held = runtime.ledger.held[Tier.DEVICE]
+    meter.allocated = held + 1000  # when backward begins
+    runtime.ledger.enter(Kind.GRADIENTS, 400)
+    runtime.ledger.enter(Kind.GRADIENTS, 200)
+    runtime.ledger.enter(Kind.GRADIENTS, 5000, Tier.HOST)
+    if peak_at_end:
+        meter.allocated = held + 600 + 700
+    meter.watch_model(is_on=False)
+    assert meter.late_bytes() == (300 if peak_at_end else 600)  # 1000 bytes of activations, and 700 or 400 to be seen
+    runtime.ledger.leave(Kind.GRADIENTS, 600)
+    assert not runtime.ledger.watchers
+    meter.watch_model(is_on=False)
+    meter.reset()
+    assert meter.late_bytes() == 0
     zerostd.release(model)

@@ -17,6 +17,7 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import PrepareError
 from zerostd.measuring import TrialSizes, load_or_measure
 from zerostd.planning.planner import Counted
+from zerostd.planning.profiles import CODABLE
 from zerostd.planning.searching import search, search_coded
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.scaling import plan_numbers
@@ -70,7 +71,7 @@ def test_a_model_that_fits_only_with_codes_is_planned_with_them() -> None:
     machine = replace(H200, disk=None)
     with pytest.raises(PrepareError, match="is missing"):
         plan_numbers(model, machine, settings)
-    plan = plan_numbers(model, machine, replace(settings, exact=False))
+    plan = plan_numbers(model, machine, replace(settings, codable=CODABLE))
     assert plan.codec == INT8
     assert "Coded: optimizer states (int8). Results differ" in plan.explain()
     assert Plan.from_json(plan.to_json()) == plan

@@ -23,6 +23,7 @@ from zerostd.measuring.model import profile_model
 from zerostd.monitoring.texts import size_text
 from zerostd.planning import MachineProfile, ModelProfile, Plan
 from zerostd.planning.described import from_config, from_numbers
+from zerostd.planning.profiles import CODABLE
 from zerostd.policy import Precision, Stage, Tier, limit_of
 from zerostd.preparing.scaling import ScalingRow, plan_numbers
 from zerostd.preparing.scaling import scaling as worlds_of
@@ -94,7 +95,7 @@ def plan(
         accumulate=accumulate,
         max_grad_norm=1.0 if clip else None,  # that there is one matters, not which
         budget=parse_budget(budget, disk_path),
-        exact=exact,
+        codable=frozenset() if exact else CODABLE,
     )
     tokens = SEQUENCE if sequence is None else sequence
     gpt = partial(from_numbers, hidden=hidden, layers=layers, vocabulary=vocabulary, samples=samples)

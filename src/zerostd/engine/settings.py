@@ -25,12 +25,16 @@ class Settings:
     globs: Sequence[str] | None = None  # of the names of modules whose parameters travel together
     plan: Plan | None = None  # obeyed instead of a placement
     mesh: Mesh = None  # of the ranks that train the model
-    exact: bool = True  # nothing that changes results; so it is too where a plan has no choice of that
+    codable: frozenset[str] = frozenset()  # what a plan may code, though results change; empty: nothing changes results
     reduce: str = "mean"  # or "sum" of the gradients of all ranks
     servers: int | None = None  # the last ranks, which hold masters and states and run no forward
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
     device: torch.device | None = None  # to compute on; None: where the model lies
     has_optimizer: bool = True  # False: there are no states, and no masters where parameters keep their own dtype
+
+    @property
+    def exact(self) -> bool:
+        return not self.codable
 
     def describe(self) -> list[str]:
         """Return the options that must be the same on all ranks, a line each."""

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy
 import torch
 
-from zerostd.communication import SharedWires, Wires, World
+from zerostd.communication import CodedWires, SharedWires, Wires, World
 from zerostd.kernels import MOMENT_CODECS, Adam, update
 from zerostd.monitoring.events import Timestamp
 from zerostd.monitoring.ledger import Ledger
@@ -328,8 +328,15 @@ def wire_rates(world: World, sizes: TrialSizes) -> tuple[Wire, ...]:
 
 
 def _wire_rate(world: World, name: str, sizes: TrialSizes) -> Wire:
+    latency, bandwidth = _collective_rate(SharedWires(world, Ledger()), sizes)
+    _, coded = _collective_rate(CodedWires(world, Ledger(), gather_bits=8, reduce_bits=8), sizes)
+    return Wire(name, world.num_shards, bandwidth, latency, coded)
+
+
+def _collective_rate(wires: Wires, sizes: TrialSizes) -> Point:
+    """Return the latency of a collective, and the bytes of 16-bit numbers that one rank sends in a second."""
+    world = wires.world
     num_ranks = world.num_shards
-    wires = SharedWires(world, Ledger())
     least = ALIGNMENT * world.size
     full = torch.ones(max(least, sizes.wire // 2 // least * least), dtype=torch.bfloat16, device=world.device)
     land = torch.empty(full.numel() // num_ranks, dtype=full.dtype, device=world.device)
@@ -339,7 +346,7 @@ def _wire_rate(world: World, name: str, sizes: TrialSizes) -> Wire:
     while True:
         part = full[:numel]
         mine = part.view(num_ranks, -1)[world.shard_rank]
-        gather_s = _collective_s(wires, partial(wires.gather, part, mine), sizes)
+        gather_s = _collective_s(wires, partial(wires.gather_weights, part, mine), sizes)
         reduce_s = _collective_s(wires, partial(wires.reduce, part, land[: mine.numel()]), sizes)
         sent = float(mine.nbytes * (num_ranks - 1))
         points += [(sent, gather_s), (sent, reduce_s)]
@@ -347,8 +354,7 @@ def _wire_rate(world: World, name: str, sizes: TrialSizes) -> Wire:
         if numel == full.numel() or GROWTH * spent > MOST_SECONDS * sizes.seconds:
             break
         numel = min(full.numel(), GROWTH * numel)
-    latency, bandwidth = fit(points)
-    return Wire(name, num_ranks, bandwidth, latency)
+    return fit(points)
 
 
 def _collective_s(wires: Wires, start: Callable[[], Transfer], sizes: TrialSizes) -> float:

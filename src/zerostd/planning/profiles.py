@@ -26,6 +26,11 @@ DIVISORS = re.compile(  # of bytes and operations, by name
 )
 REMEDY = "measure again with `zerostd measure`, or correct it"
 MOMENT_BYTES = 8  # of one parameter: both of Adam in fp32
+STATES = "optimizer_states"
+WIRES = "wires"
+CODABLE = frozenset({STATES, WIRES})
+LEAST_BANDWIDTH = 1e6  # bytes/s of a wire, however slow it was
+CODE_BYTES = 17 / 16  # of one number on a wire: 8 bits, and a scale for 32 of them
 CODED_BYTES = 2 * 68 / 64  # the same as codes of 8 bits with a scale for 64 of them
 OF_A_PASS = ("samples", "forward_s", "backward_s", "activation_bytes")  # of a model: twice of twice the samples
 DTYPES = ("parameter_bytes", "gradient_bytes", "state_bytes", "master_bytes", "shared_bytes", "dtype")  # of a model
@@ -81,6 +86,14 @@ class Wire:
     ranks: int
     bandwidth: float  # bytes/s that one rank sends and receives
     latency: float  # s of one collective
+    coded: float = 0.0  # bytes/s of 16-bit numbers that travel as codes of 8 bits; 0: not measured
+
+    def numbers_per_s(self, width: float, *, is_coded: bool) -> float:
+        """Return how many numbers of `width` bytes one rank sends in a second. If codes were not measured, coding is
+        taken to need no time."""
+        if is_coded:
+            return self.coded / 2 if self.coded else max(self.bandwidth, LEAST_BANDWIDTH) / CODE_BYTES
+        return max(self.bandwidth, LEAST_BANDWIDTH) / width
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,7 @@ class ModelProfile:
     state_bytes: float = 12  # of one parameter's master and optimizer states
     master_bytes: int = 0  # more off the device, where a parameter on it is its own master
     shared_bytes: int = 0  # of `state_bytes`: the half of a split master that is the parameter, where it is at hand
-    is_coded: bool = False  # `state_bytes` are those of Adam's moments as codes of 8 bits
+    codes: frozenset[str] = frozenset()  # of CODABLE: what is kept or sent as codes of 8 bits
     dtype: str = "bfloat16"  # of the matrix products
     samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
     recomputed: float = 0.0  # of forward, by the model itself: what it keeps is in the groups already
@@ -194,6 +207,11 @@ class ModelProfile:
     @property
     def trained(self) -> int:
         return sum(group.trained for group in self.groups)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether `state_bytes` are those of Adam's moments as codes."""
+        return STATES in self.codes
 
     @property
     def numel(self) -> int:
@@ -209,7 +227,11 @@ class ModelProfile:
 
     def with_codes(self) -> ModelProfile:
         """Return the same with Adam's moments as codes of 8 bits."""
-        return replace(self, state_bytes=self.state_bytes - MOMENT_BYTES + CODED_BYTES, is_coded=True)
+        return replace(self, state_bytes=self.state_bytes - MOMENT_BYTES + CODED_BYTES, codes=self.codes | {STATES})
+
+    def with_coded_wires(self) -> ModelProfile:
+        """Return the same with parameters and gradients that travel as codes of 8 bits."""
+        return replace(self, codes=self.codes | {WIRES})
 
     def with_twice_the_samples(self) -> ModelProfile:
         known = {name: getattr(self, name) for name in OF_A_PASS}

@@ -14,12 +14,20 @@ from functools import cached_property
 from typing import Any
 
 from zerostd.errors import PrepareError
-from zerostd.planning.profiles import RECOMPUTED, DiskRates, GroupProfile, MachineProfile, ModelProfile, Wire
+from zerostd.planning.profiles import (
+    RECOMPUTED,
+    STATES,
+    WIRES,
+    DiskRates,
+    GroupProfile,
+    MachineProfile,
+    ModelProfile,
+    Wire,
+)
 from zerostd.policy import Kind, Stage, Tier, shards
 
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
 NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the CPU updates beside them
-MIN_WIRE_BANDWIDTH = 1e6
 MOST_GROUPS = 96  # that the program sees; neighbours of larger models are placed together
 LARGEST = {"gathered", "peak", "inside", "largest"}  # costs of which neighbours together have the largest, not the sum
 
@@ -140,7 +148,10 @@ class PlanRequest:
     @property
     def codec(self) -> dict[str, str]:
         """The codecs of the plan."""
-        return {Kind.OPTIMIZER_STATES.value: "int8"} if self.model.is_coded else {}
+        names = [STATES] * self.model.is_coded
+        if WIRES in self.model.codes:
+            names += ["gather"] * shards(self.stage, Kind.PARAMETERS) + ["reduce"]
+        return dict.fromkeys(names, "int8")
 
     @property
     def memory_rate(self) -> float:
@@ -168,21 +179,21 @@ class PlanRequest:
         """Return the same for `count` times as many replicas of the model state, each on a part of the ranks."""
         return replace(self, world_size=self.world_size // count, num_replicas=self.num_replicas * count)
 
-    def wire_s(self, size: float) -> float:
-        """Return the seconds of a collective that gathers or reduces this many bytes."""
+    def wire_s(self, numel: float, width: float, *, is_coded: bool) -> float:
+        """Return the seconds of a collective that gathers or reduces this many numbers of `width` bytes."""
         wire = wire_of(self.machine.wires, self.world_size)
         if wire is None:
             return 0.0
         part = (self.world_size - 1) / self.world_size
-        return part * size / max(wire.bandwidth, MIN_WIRE_BANDWIDTH) + wire.latency
+        return part * numel / wire.numbers_per_s(width, is_coded=is_coded) + wire.latency
 
-    def across_s(self, size: float) -> float:
-        """Return the seconds in which replicas average gradients of this many bytes, each rank its slice."""
+    def across_s(self, numel: float, width: float) -> float:
+        """Return the seconds in which replicas average so many gradients of `width` bytes, each rank its slice."""
         wire = wire_of(self.machine.wires, self.world_size * self.num_replicas)
         if wire is None or self.num_replicas == 1:
             return 0.0
         part = 2 * (self.num_replicas - 1) / self.num_replicas / self.world_size
-        return part * size / max(wire.bandwidth, MIN_WIRE_BANDWIDTH) + wire.latency
+        return part * numel / wire.numbers_per_s(width, is_coded=WIRES in self.model.codes) + wire.latency
 
     def part(self, kind: Kind) -> float:
         return 1.0 / self.world_size if self.world_size > 1 and shards(self.stage, kind) else 1.0
@@ -241,9 +252,11 @@ def _group_cost(request: PlanRequest, index: int, group: GroupProfile, forward_s
     elif request.keeps_gradients:
         pinned = reduced + (updated * 4 if sums else 0.0)
     gathered = (group.trained + group.frozen) * model.parameter_bytes
-    gather_s = request.wire_s(gathered)
-    reduce_s = request.wire_s(reduced) * (2 if request.stage is Stage.DATA_PARALLEL else 1)  # to everywhere
-    reduce_s += request.across_s(reduced)
+    numel = group.trained + group.frozen
+    gather_s = request.wire_s(numel, model.parameter_bytes, is_coded="gather" in request.codec)
+    reduce_s = request.wire_s(group.trained, model.gradient_bytes, is_coded="reduce" in request.codec)
+    reduce_s *= 2 if request.stage is Stage.DATA_PARALLEL else 1  # to everywhere
+    reduce_s += request.across_s(group.trained, model.gradient_bytes)
     wire_forward_s = gather_s if request.stage > Stage.DATA_PARALLEL else 0.0
     wire_backward_s = (gather_s if shards(request.stage, Kind.PARAMETERS) else 0.0) + reduce_s
     backward_s = forward_s * (2.0 + model.recomputed)

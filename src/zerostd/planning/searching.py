@@ -1,4 +1,4 @@
-"""Many requests: stages, divisions of a batch, speculation, and codes of optimizer states, of which the best is taken.
+"""Many requests: stages, divisions of a batch, speculation, and codes, of which the best is taken.
 Where the gradients of all groups do not fit beside the rest, or only with a disk, they may be freed inside backward.
 
 `search` returns what fits of all requests; `search_coded` may also give up exactness. Both serve machines that are here
@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from zerostd.errors import PrepareError
 from zerostd.monitoring.texts import plain_seconds
 from zerostd.planning.demands import way_of
 from zerostd.planning.planner import Counted, fitting, total
-from zerostd.planning.profiles import RECOMPUTED
+from zerostd.planning.profiles import CODABLE, RECOMPUTED, STATES, WIRES
 from zerostd.planning.request import WORTH_SPECULATING, PlanRequest
 from zerostd.planning.solution import CountBytes, Solution
 from zerostd.policy import Tier
@@ -59,6 +60,8 @@ class SearchResult:
 
         return max(near, key=rank)
 
+
+Find = Callable[[Sequence[PlanRequest]], SearchResult]
 
 # -- divisions of a batch --
 
@@ -108,20 +111,38 @@ def table(result: SearchResult) -> str:
 
 
 def search_coded(
-    requests: Sequence[PlanRequest], count: CountBytes, *, may_speculate: bool, may_free: bool = False
+    requests: Sequence[PlanRequest],
+    count: CountBytes,
+    *,
+    may_speculate: bool,
+    may_free: bool = False,
+    codable: frozenset[str] = CODABLE,
 ) -> SearchResult:
-    """Return what `search` does, with optimizer states as codes where that is worth it or nothing else fits."""
-    coded = [replace(request, model=request.model.with_codes()) for request in requests]
+    """Return what `search` does, with codes where they may be and are worth it: first of optimizer states, also if
+    nothing else fits; then of what travels between ranks."""
+    find = partial(search, count=count, may_speculate=may_speculate, may_free=may_free)
+    coded = [replace(each, model=each.model.with_codes()) for each in requests if STATES in codable]
     try:
-        exact = search(requests, count, may_speculate=may_speculate, may_free=may_free)
+        best = find(requests)
     except PrepareError:
-        return search(coded, count, may_speculate=may_speculate, may_free=may_free)
-    if exact.best.solution.bytes_off:
-        with contextlib.suppress(PrepareError):
-            shorter = search(coded, count, may_speculate=may_speculate, may_free=may_free)
-            if shorter.best.seconds < exact.best.seconds * (1 - WORTH_CODING):
-                return shorter
-    return exact
+        if not coded:
+            raise
+        best = find(coded)
+    else:
+        if best.best.solution.bytes_off:
+            best = _shorter(best, coded, find)
+    kept = coded if best.best.solution.request.model.is_coded else requests
+    priced = [each for each in kept if each.world_size > 1 and each.machine.wires and each.model.knows_time]
+    sent = [replace(each, model=each.model.with_coded_wires()) for each in priced if WIRES in codable]
+    return _shorter(best, sent, find)
+
+
+def _shorter(best: SearchResult, coded: Sequence[PlanRequest], find: Find) -> SearchResult:
+    """Return what fits of coded requests, if the step is shorter by enough."""
+    with contextlib.suppress(PrepareError):
+        if coded and (other := find(coded)).best.seconds < best.best.seconds * (1 - WORTH_CODING):
+            return other
+    return best
 
 
 def search(

@@ -150,7 +150,7 @@ class ObservedStep:
     num_passes: int = 1  # in a step
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of each worker in a step: cpu, streamed, disk
     activation_bytes: int | None = None  # on the device beside the most of model state; None: not known
-    late_bytes: int = 0  # of the model, that were not on the device when it held most: gradients that had yet to land
+    late_bytes: int = 0  # of activations that this does not show, as some of the model was not there: gradients to come
     profile: ModelProfile | None = None  # of the model, with the activations that were counted in a pass; None: not
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from zerostd.measuring.identity import choose_device, device_of, parse_device
 from zerostd.optimizers.elementwise import check_elementwise, find_states, written_options
 from zerostd.parameters.blueprints import Blueprint, check_model, check_optimizer
 from zerostd.planning import Plan
+from zerostd.planning.profiles import CODABLE, STATES, WIRES
 from zerostd.planning.request import NUM_BUSY_THREADS
 from zerostd.policy import LOSSLESS, Budget, Homes, Kind, Placement, Stage, Tier, Way, parse_bytes
 from zerostd.preparing.homes import PACKED, FlatPlan, Rules, moments_of
@@ -40,7 +42,6 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
         raise PrepareError(f"accumulate={accumulate!r} must be a whole number of backward passes, 1 or more")
     if settings.reduce not in ("mean", "sum"):
         raise PrepareError(f"reduce={settings.reduce!r} must be 'mean' or 'sum', of gradients over ranks")
-    check_flag("exact", settings.exact)
     norm = settings.max_grad_norm
     if norm is not None and not (is_number(norm) and norm > 0):
         raise PrepareError(f"max_grad_norm={norm!r} must be a positive number; leave it out to train without clipping")
@@ -62,10 +63,16 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     if given is not None and "optimizer_states" in given.codec:
         _check_coded_states(settings, model, optimizer, given.codec["optimizer_states"])
     elif given is None and not settings.exact:
-        settings = replace(settings, exact=not _can_code_states(settings, model, optimizer))
+        settings = replace(settings, codable=frozenset(_codable(settings, model, optimizer)))
     if settings.servers is not None:
         _check_servers(settings, has_optimizer=optimizer is not None)
     return settings
+
+
+def codable(exact: bool) -> frozenset[str]:
+    """Return what may be coded, as a user says whether results must be exact."""
+    check_flag("exact", exact)
+    return frozenset() if exact else CODABLE
 
 
 def target_device(model: nn.Module, device: torch.device | str) -> torch.device:
@@ -225,12 +232,15 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
         )
 
 
-def _can_code_states(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
-    try:
+def _codable(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Yield what a plan may code."""
+    if settings.servers is not None:
+        return
+    with contextlib.suppress(PrepareError):
         _check_coded_states(settings, model, optimizer, "int8")
-    except PrepareError:
-        return False
-    return settings.servers is None
+        yield STATES
+    if settings.reduce == "mean" and optimizer is not None:
+        yield WIRES
 
 
 def _check_coded_states(

@@ -178,7 +178,7 @@ class PlanSearch:
 
     def search(self, requests: Sequence[PlanRequest]) -> SearchResult:
         """Return what fits of all requests. Raises PrepareError if nothing does."""
-        find = search if self.settings.exact else search_coded
+        find = search if self.settings.exact else partial(search_coded, codable=self.settings.codable)
         return find(requests, self.count, may_speculate=self.may_speculate, may_free=self.settings.servers is None)
 
     def plan_from(self, result: SearchResult, notes: Sequence[str]) -> Plan:
@@ -320,6 +320,8 @@ class PlanSearch:
             profile = replace(profile, launches=max(profile.launches, plan.predicted.launches))
         if Kind.OPTIMIZER_STATES.value in self._codec:
             profile = profile.with_codes()
+        if "reduce" in self._codec:
+            profile = profile.with_coded_wires()
         return PlanRequest(
             model=profile,
             machine=machine,

@@ -35,7 +35,8 @@ class DeviceMeter:
         self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
         self._held_before = 0  # bytes of the model, before the pass that `begin_pass` was told of
         self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
-        self._noted: tuple[int, int] | None = None  # the most allocated while the model was watched, and its bytes then
+        self._most_noted = 0  # bytes that were allocated while the model was watched
+        self._beside = 0  # of them, the most that were not the model's
 
     def now(self) -> int:
         """Return the bytes that are allocated now."""
@@ -55,7 +56,8 @@ class DeviceMeter:
             torch.accelerator.reset_peak_memory_stats(self._device)
         self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
         self._pass_bytes = 0
-        self._noted = None
+        self._most_noted = 0
+        self._beside = 0
 
     def begin_pass(self) -> None:
         """Remember what the model holds before a pass."""
@@ -152,12 +154,14 @@ class DeviceMeter:
 
     def _note(self, tier: Tier) -> None:
         peak = self.peak() if tier is Tier.DEVICE else 0
-        if peak > (0 if self._noted is None else self._noted[0]):
-            self._noted = (peak, self._ledger.held[Tier.DEVICE])
+        if peak > self._most_noted:
+            self._most_noted = peak
+            self._beside = max(self._beside, peak - self._ledger.held[Tier.DEVICE])
 
     def late_bytes(self) -> int:
-        """Return the bytes of the model that were not on the device when it held most, while the model was watched."""
-        return 0 if self._noted is None else max(0, self._ledger.most[Tier.DEVICE] - self._noted[1])
+        """Return by how much activations were more than the peak shows, while the model was watched: as many bytes of
+        the model were not there."""
+        return max(0, self._beside - max(0, self.peak() - self._ledger.most[Tier.DEVICE]))
 
     def activation_bytes(self) -> int | None:
         """Return the most bytes held besides model state since `reset`; None if only counts are known."""
