@@ -91,7 +91,9 @@ def _parts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
         rates = f"{_rate(disk.read)} read, {_rate(disk.write)} written, {_rate(disk.both)} each at the same time"
         yield "disk", f"{rates} ({disk.path})"
     for wire in profile.wires:
-        yield "wires", f"{_rate(wire.bandwidth)} per rank among {wire.ranks} ({wire.name}), {wire.latency * 1e6:.0f} us"
+        coded = f", {_rate(wire.coded)} as 8-bit codes" if wire.coded else ""
+        rates = f"{_rate(wire.bandwidth)}{coded} per rank among {wire.ranks}"
+        yield "wires", f"{rates} ({wire.name}), {wire.latency * 1e6:.0f} us"
     if not profile.wires:
         yield "wires", "not measured: one rank"
     for tier, size in profile.free.items():

@@ -63,7 +63,7 @@ PARTS = {  # in their order: seconds that each takes at most or so, and what it 
     "updates on the device": (2.0, "link"),
     "matrix products": (5.0, ""),
     "reading and writing files": (12.0, "disk"),
-    "collectives among ranks": (4.0, "wire"),
+    "collectives among ranks": (7.0, "wire"),
 }
 
 

@@ -28,10 +28,10 @@ REMEDY = "measure again with `zerostd measure`, or correct it"
 MOMENT_BYTES = 8  # of one parameter: both of Adam in fp32
 STATES = "optimizer_states"
 WIRES = "wires"
-CODABLE = frozenset({STATES, WIRES})
+CODABLE = frozenset({STATES, WIRES})  # what may be codes of 8 bits: Adam's moments; parameters and gradients on wires
 LEAST_BANDWIDTH = 1e6  # bytes/s of a wire, however slow it was
-CODE_BYTES = 17 / 16  # of one number on a wire: 8 bits, and a scale for 32 of them
-CODED_BYTES = 2 * 68 / 64  # the same as codes of 8 bits with a scale for 64 of them
+CODE_BYTES = 68 / 64  # of one number on a wire, as a code of 8 bits with a scale for 64 of them
+CODED_BYTES = 2 * CODE_BYTES  # the same as codes
 OF_A_PASS = ("samples", "forward_s", "backward_s", "activation_bytes")  # of a model: twice of twice the samples
 DTYPES = ("parameter_bytes", "gradient_bytes", "state_bytes", "master_bytes", "shared_bytes", "dtype")  # of a model
 # Ways that plans choose among. Either all recomputed groups keep their inputs on the device, or none does.
@@ -195,7 +195,7 @@ class ModelProfile:
     state_bytes: float = 12  # of one parameter's master and optimizer states
     master_bytes: int = 0  # more off the device, where a parameter on it is its own master
     shared_bytes: int = 0  # of `state_bytes`: the half of a split master that is the parameter, where it is at hand
-    codes: frozenset[str] = frozenset()  # of CODABLE: what is kept or sent as codes of 8 bits
+    codes: frozenset[str] = frozenset()  # of CODABLE: what is kept or sent as codes
     dtype: str = "bfloat16"  # of the matrix products
     samples: int | None = None  # in one pass on one rank; None: not known, so neither is the time to compute
     recomputed: float = 0.0  # of forward, by the model itself: what it keeps is in the groups already

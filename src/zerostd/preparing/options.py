@@ -63,7 +63,7 @@ def check_settings(settings: Settings, model: nn.Module, optimizer: torch.optim.
     if given is not None and "optimizer_states" in given.codec:
         _check_coded_states(settings, model, optimizer, given.codec["optimizer_states"])
     elif given is None and not settings.exact:
-        settings = replace(settings, codable=frozenset(_codable(settings, model, optimizer)))
+        settings = replace(settings, codable=frozenset(_may_be_coded(settings, model, optimizer)))
     if settings.servers is not None:
         _check_servers(settings, has_optimizer=optimizer is not None)
     return settings
@@ -232,7 +232,7 @@ def _check_codec(settings: Settings, placement: Placement) -> None:
         )
 
 
-def _codable(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+def _may_be_coded(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
     """Yield what a plan may code."""
     if settings.servers is not None:
         return
