@@ -30,7 +30,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import mean
@@ -47,7 +47,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PACKAGES = ("torch", "numpy", "transformers")
 WORDS = re.compile(r"[A-Za-z]+|[0-9]|_|\n *| +|[^A-Za-z0-9_\s]|\s")
 MOST_CHARACTERS = 60_000_000
-PEAK_RATE, WARM_STEPS = 6e-4, 100
+WARM_STEPS = 100
 DIVERGED = 15.0  # nats; more than tokens drawn at random have
 BEGIN = time.perf_counter()
 BARE, FLOORED = "int8 without companding", "int8 without companding, squares kept above zero"
@@ -68,6 +68,8 @@ class Sizes:
     batch: int  # sequences
     validation: int  # sequences, at the end
     every: int  # steps between two points of the curve
+    rate: float = 6e-4  # at its highest
+    beta2: float = 0.95
 
 
 WHOLE = Sizes(Shape(768, 12, 12, vocabulary=24_000, length=512), steps=2000, batch=16, validation=640, every=200)
@@ -158,7 +160,7 @@ def train(run: Run, sizes: Sizes, text: Tensor, validation: Tensor) -> None:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=sizes.rate, betas=(0.9, sizes.beta2), fused=True)
     codec = {"optimizer_states": run.kind} if run.kind in MOMENT_CODECS else WIRES.get(run.kind, {})
     model, optimizer = zerostd.prepare(
         model,
@@ -175,7 +177,7 @@ def train(run: Run, sizes: Sizes, text: Tensor, validation: Tensor) -> None:
     begin = time.perf_counter()
     for step in range(1, sizes.steps + 1):
         warm = min(1.0, step / WARM_STEPS)
-        rate = PEAK_RATE * warm * 0.5 * (1 + math.cos(math.pi * step / sizes.steps))
+        rate = sizes.rate * warm * 0.5 * (1 + math.cos(math.pi * step / sizes.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
         starts = torch.randint(len(text) - length - 1, (sizes.batch,), generator=order)
@@ -244,8 +246,9 @@ def report(runs: list[Run], sizes: Sizes, text: Tensor, validation: Tensor, coun
         "# Codes, by validation loss",
         "",
         f"GPT of width {shape.width}, depth {shape.depth}, {shape.vocabulary} tokens; {sizes.steps} steps of "
-        f"{sizes.batch}x{shape.length} tokens, AdamW, clip 1.0, bf16. Text: {sources}; {len(text) / 1e6:.1f} M tokens "
-        f"to train on, {len(validation) / 1e6:.2f} M to validate with.",
+        f"{sizes.batch}x{shape.length} tokens, AdamW, rate {sizes.rate:g}, betas 0.9 and {sizes.beta2:g}, clip 1.0, "
+        f"bf16. Text: {sources}; {len(text) / 1e6:.1f} M tokens to train on, {len(validation) / 1e6:.2f} M to validate "
+        "with.",
         "",
         f"- machine: {machine()}",
         f"- command: `python benchmarks/gate.py {' '.join(sys.argv[1:])}`",
@@ -310,13 +313,15 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few steps of a small model on a part of the text")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which no run begins")
     parser.add_argument("--run", action="append", metavar="KIND:SEED", help=f"kinds: {', '.join(COLOURS)}; all if none")
+    parser.add_argument("--rate", type=float, default=WHOLE.rate, help="the highest learning rate")
+    parser.add_argument("--beta2", type=float, default=WHOLE.beta2)
     parser.add_argument("--records", type=Path, help="lines of JSON that runs are added to and reported from")
     parser.add_argument("--write", metavar="NAME", help="write results/gate-NAME.md and .svg, and to $OUT if set")
     options = parser.parse_args()
     planned = [Run(kind, int(seed)) for kind, _, seed in (word.rpartition(":") for word in options.run or ALL_RUNS)]
     if any(run.kind in WIRES for run in planned) and "RANK" not in os.environ:
         sys.exit(run_ranks())
-    sizes = TINY if options.tiny else WHOLE
+    sizes = replace(TINY if options.tiny else WHOLE, rate=options.rate, beta2=options.beta2)
     texts, kept, counts = read_text(options.tiny)
     tokens = Tokens(texts, sizes.shape.vocabulary)
     text, validation = tokens.encode(texts), tokens.encode(kept)
