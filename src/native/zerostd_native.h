@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 10
+#define ZS_ABI_VERSION 11
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -141,6 +141,9 @@ ZS_EXPORT int32_t zs_crc32(const void* data, int64_t num_bytes, uint32_t before,
 
 // The same of each page of page_bytes, by itself: one number of crcs for each. The last page may be shorter.
 ZS_EXPORT int32_t zs_crc32_pages(const void* data, int64_t num_bytes, int64_t page_bytes, uint32_t* crcs);
+
+// Copies num_bytes to a place that nobody reads soon, past the caches. The two places must not overlap.
+ZS_EXPORT int32_t zs_copy_past_caches(const void* from, int64_t num_bytes, void* to);
 
 #ifdef __cplusplus
 }

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zerostd.communication.wires import Collective, Wires
 from zerostd.communication.world import World
+from zerostd.kernels import copy_past_caches
 from zerostd.monitoring import Ledger
 from zerostd.policy import Kind
 from zerostd.tiers import Transfer
@@ -119,7 +120,7 @@ class SharedWires(Wires):
             return super()._send(full, received)
         slices = full.view(self.world.num_shards, -1).view(torch.uint8)
         for slot, part in zip(self._slots(), slices, strict=True):
-            slot[self.world.shard_rank * part.nbytes :][: part.nbytes].copy_(part)
+            copy_past_caches(part, slot[self.world.shard_rank * part.nbytes :][: part.nbytes])
         return self._say_written(self._channels.reduce)
 
     def _spread(self, full: torch.Tensor, shard: torch.Tensor, verb: str) -> Transfer:
@@ -131,14 +132,14 @@ class SharedWires(Wires):
         self.ledger.sent[verb] += shard.nbytes * (self.world.num_shards - 1)
         self._num_gathers += is_gather
         shown = [slot[: shard.nbytes] for slot in (self._gather_slots() if is_gather else self._slots())]
-        shown[self.world.shard_rank].copy_(shard.view(torch.uint8))
+        copy_past_caches(shard, shown[self.world.shard_rank])
         slices = full.view(self.world.num_shards, -1)
         work = self._say_written(self._gathering if is_gather else self._channels.reduce)
 
         def finish() -> None:
             for part, theirs in zip(slices, shown, strict=True):
                 if part.data_ptr() != shard.data_ptr():
-                    part.copy_(theirs.view(part.dtype))
+                    copy_past_caches(theirs, part)
 
         collective = Collective(self.world, [work], finish)
         if is_gather:

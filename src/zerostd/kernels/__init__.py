@@ -7,7 +7,7 @@ CPU tensors; everything else (other devices, strided tensors, no library) goes t
 
 from zerostd.kernels.blocks import coded_bytes, decode_blocks, encode_blocks
 from zerostd.kernels.moments import MOMENT_CODECS, Moment, column_bytes, decode_moments, encode_moments
-from zerostd.kernels.operations import crc32, crc32_pages, sum_slices, update
+from zerostd.kernels.operations import copy_past_caches, crc32, crc32_pages, sum_slices, update
 from zerostd.kernels.planes import join_planes, split_planes
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, adam_on, join, join_into, split, split_into
 
@@ -22,6 +22,7 @@ __all__ = [
     "adam_on",
     "coded_bytes",
     "column_bytes",
+    "copy_past_caches",
     "crc32",
     "crc32_pages",
     "decode_blocks",

@@ -16,7 +16,7 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 10
+ABI_VERSION = 11
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODECS = {None: 0, torch.uint8: 1, torch.bfloat16: 2}  # by the dtype of coded states
 ADAM, SGD, ADAGRAD = range(3)
@@ -72,6 +72,7 @@ SIGNATURES = {
         ctypes.POINTER(ctypes.c_uint32),  # crc
     ),
     "zs_crc32_pages": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
+    "zs_copy_past_caches": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
 }
 
 
@@ -266,6 +267,11 @@ def crc32(tensor: Tensor, before: int, *, is_plain: bool = False) -> int:
 def crc32_pages(tensor: Tensor, page_bytes: int, out: Tensor) -> None:
     """See `zerostd.kernels.crc32_pages`."""
     _call("zs_crc32_pages", tensor.data_ptr(), tensor.nbytes, page_bytes, out.data_ptr())
+
+
+def copy_past_caches(source: Tensor, target: Tensor) -> None:
+    """See `zerostd.kernels.copy_past_caches`."""
+    _call("zs_copy_past_caches", source.data_ptr(), source.nbytes, target.data_ptr())
 
 
 def _call(name: str, *arguments: object) -> None:
