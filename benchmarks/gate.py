@@ -231,11 +231,11 @@ def verdict(runs: list[Run]) -> list[str]:
         apart = [run.loss - exact[run.seed] for run in runs if run.kind == codec and run.seed in exact]
         if apart:
             each = ", ".join(f"{difference:+.4f}" for difference in apart)
-            lines.append(f"{codec} less exact, seed by seed: {each}; mean {mean(apart):+.4f} nats.")
+            lines.append(f"{codec} minus exact, seed by seed: {each}; mean {mean(apart):+.4f} nats.")
     for run in runs:
         if (run.is_emulated or run.kind in WIRES) and run.seed in exact:
             steps = run.curve[-1][0]
-            lines.append(f"{run.kind}, less exact: {run.loss - exact[run.seed]:+.4f} nats, after {steps} steps.")
+            lines.append(f"{run.kind}, minus exact: {run.loss - exact[run.seed]:+.4f} nats, after {steps} steps.")
     return lines
 
 

@@ -198,6 +198,7 @@ def train(model: torch.nn.Module, optimizer: Any, batch: Any, steps: int) -> tup
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     ends = [_now()]
+    peak = 0
     for _ in range(steps):
         loss_of(call(model, batch)).backward()
         optimizer.step()
@@ -205,10 +206,11 @@ def train(model: torch.nn.Module, optimizer: Any, batch: Any, steps: int) -> tup
         ends.append(_now())
         if is_cuda:
             ends[-2].synchronize()
+            peak = max(peak, torch.cuda.max_memory_allocated())  # the meter of a plan resets it between steps
     if is_cuda:
         torch.cuda.synchronize()
         seconds = [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(ends)]
-        return seconds, torch.cuda.max_memory_allocated()
+        return seconds, peak
     return [ended - begun for begun, ended in pairwise(ends)], 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from local_ranks import run_ranks
 
 from zerostd.communication import SharedWires, Wires, World, shared_wires
 from zerostd.monitoring import Ledger
@@ -28,12 +28,8 @@ VERBS = {"gather": "all-gather", "reduce": "reduce-scatter", "reduce_everywhere"
 RESULTS = Path(__file__).parent / "results"
 
 
-def measure(rank: int, size: int, port: int, lines: list[str]) -> None:
+def measure(rank: int, size: int, lines: list[str]) -> None:
     """Be one rank; rank 0 appends the table's rows."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
     world = World.discover(torch.device("cpu"))
     kinds: list[Wires] = [Wires(world, Ledger()), SharedWires(world, Ledger())]
     for wires in kinds:
@@ -62,7 +58,6 @@ def measure(rank: int, size: int, port: int, lines: list[str]) -> None:
             print(lines[-1], flush=True)
         num_bytes *= 4 if num_bytes < 1 << 20 else 2
     world.close()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -71,9 +66,7 @@ def main() -> None:
     name = parser.parse_args().write
     lines = mp.Manager().list()
     for size in (2, 4):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        mp.spawn(measure, (size, port, lines), nprocs=size)
+        run_ranks(measure, size, lines)
     head = ["ranks", "MiB", *(f"{verb} {column}" for verb in VERBS.values() for column in ("sockets", "shared", "x"))]
     table = [f"| {' | '.join(head)} |", f"|{'--:|' * len(head)}", *lines]
     load = os.getloadavg()[0]

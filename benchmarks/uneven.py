@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import time
 from datetime import date
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from local_ranks import run_ranks
 from torch import Tensor, nn
 
 import zerostd
@@ -40,12 +39,8 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def measure(rank: int, size: int, port: int, lines: Any) -> None:
+def measure(rank: int, size: int, lines: Any) -> None:
     """Be one rank; rank 0 appends the table's rows."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
     for batch in BATCHES:
         torch.manual_seed(0)
         model = nn.Sequential(*map(Block, INNER))
@@ -74,7 +69,6 @@ def measure(rank: int, size: int, port: int, lines: Any) -> None:
             lines.append(f"| {size} | {batch} | {1e3 * ahead:.1f} | {1e3 * several:.1f} | {several / ahead:.3f} |")
             print(lines[-1], flush=True)
         zerostd.release(model)
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -83,9 +77,7 @@ def main() -> None:
     name = parser.parse_args().write
     lines = mp.Manager().list()
     for size in (2, 4):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        mp.spawn(measure, (size, port, lines), nprocs=size)
+        run_ranks(measure, size, lines)
     head = "| ranks | rows of a batch | one ahead, ms | as buffers hold, ms | ratio |\n|--:|--:|--:|--:|--:|\n"
     text = (
         f"# Groups of unequal sizes, gathered ahead\n\n{date.today()}, {os.cpu_count()} cores, torch "

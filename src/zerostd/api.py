@@ -79,7 +79,7 @@ def prepare(
         mesh: The process group or DeviceMesh of the ranks that train. In a mesh (replicate, shard), a row is a replica.
         reduce: 'mean' or 'sum' of gradients over ranks. Gradients of several passes add up, as in torch.
         servers: Number of parameter servers: the last ranks hold masters and states. On them prepare does not return.
-        exact: False allows lossy codes: `Placement(codec=...)`, and 8-bit ones of states and on wires in plans.
+        exact: False allows lossy codes. A placement names them; a plan may choose 8-bit moments and 8-bit messages.
         device: The device to train on, such as 'cuda'. None: the model's device.
 
     Returns:

@@ -25,7 +25,7 @@ class Settings:
     globs: Sequence[str] | None = None  # of the names of modules whose parameters travel together
     plan: Plan | None = None  # obeyed instead of a placement
     mesh: Mesh = None  # of the ranks that train the model
-    codable: frozenset[str] = frozenset()  # what a plan may code, though results change; empty: nothing changes results
+    codable: frozenset[str] = frozenset()  # what a plan may code with a loss; empty: results are exact
     reduce: str = "mean"  # or "sum" of the gradients of all ranks
     servers: int | None = None  # the last ranks, which hold masters and states and run no forward
     states: Mapping[str, torch.dtype] = field(default_factory=dict)  # long states of the optimizer, by name
@@ -34,6 +34,7 @@ class Settings:
 
     @property
     def exact(self) -> bool:
+        """Whether nothing may change results."""
         return not self.codable
 
     def describe(self) -> list[str]:

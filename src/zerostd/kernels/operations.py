@@ -131,8 +131,8 @@ def _check_summed(tensor: Tensor) -> None:
 
 
 def copy_past_caches(source: Tensor, target: Tensor) -> None:
-    """Copy a contiguous tensor's bytes to another one of as many, which nobody reads soon: beyond the size of caches
-    that takes four fifths of the time."""
+    """Copy the bytes of a contiguous tensor to another one of the same size, which nobody reads soon. From 4 MiB on it
+    takes four fifths of the time of `copy_`."""
     if source.nbytes != target.nbytes or not (source.is_contiguous() and target.is_contiguous()):
         raise ValueError(f"{source.nbytes} bytes do not go into {target.nbytes}; both tensors must be contiguous")
     if native.serves(source, target) and native.apart(source, target):

@@ -42,7 +42,7 @@ class BackwardUpdates:
     gradients: Gradients
     renew: Callable[[Group], None]  # called with each group whose masters have changed
     is_speculative: bool  # what is updated may have to be done again
-    is_on: bool = False  # else all updates wait for step(), and this one learns from them
+    is_on: bool = False  # else all updates wait for step(), and only the clipping of steps is learnt
     keeps_gradients: bool = True  # else nothing can be put off to step(), from the first pass on
     passing: PassingGradients = field(default_factory=PassingGradients)  # where they are not kept
     num_speculated: int = 0  # steps

@@ -64,7 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_retired = False
         self.inner = updater.inner
         self.updater = updater
-        self._early: BackwardUpdates | None = None  # of all plans so far: it knows which steps clipped
+        self._early: BackwardUpdates | None = None  # kept from plan to plan, since it knows which steps clipped
         self._gradients = gradients
         self._schedule = schedule
         self.max_grad_norm = max_grad_norm

@@ -89,8 +89,8 @@ class Wire:
     coded: float = 0.0  # bytes/s of 16-bit numbers that travel as codes of 8 bits; 0: not measured
 
     def numbers_per_s(self, width: float, *, is_coded: bool) -> float:
-        """Return how many numbers of `width` bytes one rank sends in a second. If codes were not measured, coding is
-        taken to need no time."""
+        """Return how many numbers of `width` bytes one rank sends in a second, plain or coded. Coding is free in a
+        profile that has no measured rate of codes."""
         if is_coded:
             return self.coded / 2 if self.coded else max(self.bandwidth, LEAST_BANDWIDTH) / CODE_BYTES
         return max(self.bandwidth, LEAST_BANDWIDTH) / width

@@ -188,7 +188,8 @@ class PlanRequest:
         return part * numel / wire.numbers_per_s(width, is_coded=is_coded) + wire.latency
 
     def across_s(self, numel: float, width: float) -> float:
-        """Return the seconds in which replicas average so many gradients of `width` bytes, each rank its slice."""
+        """Return the seconds that replicas take to average this many gradients of `width` bytes. Each rank averages its
+        slice."""
         wire = wire_of(self.machine.wires, self.world_size * self.num_replicas)
         if wire is None or self.num_replicas == 1:
             return 0.0

@@ -150,21 +150,21 @@ class ObservedStep:
     num_passes: int = 1  # in a step
     busy: Mapping[str, float] = field(default_factory=dict)  # seconds of each worker in a step: cpu, streamed, disk
     activation_bytes: int | None = None  # on the device beside the most of model state; None: not known
-    late_bytes: int = 0  # of activations that this does not show, as some of the model was not there: gradients to come
+    late_bytes: int = 0  # of activations beside these: they took the place of gradients that had yet to come
     profile: ModelProfile | None = None  # of the model, with the activations that were counted in a pass; None: not
 
 
-def with_unhidden(
+def with_hidden(
     count: CountBytes, present: Mapping[Tier, Mapping[Kind, int]], late_bytes: int, solution: Solution
 ) -> Bytes:
-    """Count a solution with the activations that were not seen under the present plan. Gradients and working memory
-    that were not there when the device held most hide as many, as far as the solution has fewer of them."""
+    """Return the bytes of a solution, with activations that the peak of the present plan hid. They took the place of
+    gradients and buffers that came later. A solution with fewer of these has less to hide them behind."""
     counted = count(solution)
     before = present.get(Tier.DEVICE, {})
     device = counted.get(Tier.DEVICE, {})
     fewer = sum(before.get(kind, 0) - device.get(kind, 0) for kind in (Kind.GRADIENTS, Kind.BUFFERS))
-    unseen = min(late_bytes, max(0, fewer))
-    return {**counted, Tier.DEVICE: {**device, Kind.ACTIVATIONS: device.get(Kind.ACTIVATIONS, 0) + unseen}}
+    hidden = min(late_bytes, max(0, fewer))
+    return {**counted, Tier.DEVICE: {**device, Kind.ACTIVATIONS: device.get(Kind.ACTIVATIONS, 0) + hidden}}
 
 
 def refit(

@@ -27,7 +27,7 @@ from zerostd.planning.pricing import bare_plan, if_most_are_clipped, plan_from, 
 from zerostd.planning.profiles import WAYS
 from zerostd.planning.request import replicas_of, shared, stages_of, threads_of
 from zerostd.planning.searching import SearchResult, search, search_coded
-from zerostd.planning.solution import CountBytes, ObservedStep, Solution, evaluate, model_state, refit, with_unhidden
+from zerostd.planning.solution import CountBytes, ObservedStep, Solution, evaluate, model_state, refit, with_hidden
 from zerostd.planning.streaming import describe_pass, explain_pass, place_groups, predict_pass
 from zerostd.policy import Homes, Kind, Placement, Stage, Tier, Way, shards
 from zerostd.preparing.accounting import predict
@@ -279,7 +279,7 @@ class PlanSearch:
         now = evaluate(request, homes, plan.activations_of)
         held = self.count(now)
         request = replace(request, speculates=False, activations=open_ways)
-        count = partial(with_unhidden, self.count, held, seen.late_bytes)
+        count = partial(with_hidden, self.count, held, seen.late_bytes)
         result = search([request], count, may_speculate=speculates)
         others = [bare_plan(each) for each in (*result.speculating, *result.candidates, *self._near(result, count))]
         if not request.chooses:

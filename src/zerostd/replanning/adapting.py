@@ -363,16 +363,16 @@ class Adapter(StepObserver):
         if self._moving is not None:
             self._moving.move_all()
             self._end_move()
-        seen = report.seen
         if report.why_short and Tier.DEVICE in report.room:  # it needs more room, and still more if that was too little
             self._num_short += 1
             missing = self.meter.missing(self._num_short * MORE_ROOM * report.room[Tier.DEVICE])
             more = int((self.meter.activation_bytes() or 0) + missing)
-            report = replace(report, seen=replace(seen, activation_bytes=more))
+            report = replace(report, seen=replace(report.seen, activation_bytes=more))
         present, candidates = self._candidates(reason, report)
         self._trials = None
         self._ranking = None
         self._watch = None
+        self.meter.watch_model(is_on=False)
         if not candidates:
             return False
         if all(present.predicted.total(tier) <= limit for tier, limit in self.meter.limits(report.room).items()):

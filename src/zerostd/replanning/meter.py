@@ -35,8 +35,8 @@ class DeviceMeter:
         self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
         self._held_before = 0  # bytes of the model, before the pass that `begin_pass` was told of
         self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
-        self._most_noted = 0  # bytes that were allocated while the model was watched
-        self._beside = 0  # of them, the most that were not the model's
+        self._most_noted = 0  # bytes that were allocated at once while the model was watched
+        self._beside = 0  # the most of them that were not the model's
 
     def now(self) -> int:
         """Return the bytes that are allocated now."""
@@ -142,25 +142,26 @@ class DeviceMeter:
         return others + max(held, 0 if plan is None else plan.predicted.total(tier))
 
     def watch_model(self, *, is_on: bool) -> None:
-        """Reset, and note from now on how much of the model is on the device when it holds most; or no longer. Each
-        change of the model asks the allocator meanwhile."""
+        """Begin or end watching the model's bytes on the device, to tell them from activations at a peak. Beginning
+        resets the meter. While the model is watched, each change of its bytes asks the allocator for its peak."""
         watchers = self._ledger.watchers
+        if self._note in watchers:
+            self._note(Tier.DEVICE)
+            watchers.remove(self._note)
         if is_on:
             self.reset()
             watchers += [self._note] * self.has_allocator
-        elif self._note in watchers:
-            self._note(Tier.DEVICE)
-            watchers.remove(self._note)
 
     def _note(self, tier: Tier) -> None:
+        """Note a new peak, before the bytes of a tier change."""
         peak = self.peak() if tier is Tier.DEVICE else 0
         if peak > self._most_noted:
             self._most_noted = peak
             self._beside = max(self._beside, peak - self._ledger.held[Tier.DEVICE])
 
     def late_bytes(self) -> int:
-        """Return by how much activations were more than the peak shows, while the model was watched: as many bytes of
-        the model were not there."""
+        """Return the bytes of activations that the peak hides: so many bytes of the model were not on the device when
+        activations were largest, in the steps that were watched."""
         return max(0, self._beside - max(0, self.peak() - self._ledger.most[Tier.DEVICE]))
 
     def activation_bytes(self) -> int | None:

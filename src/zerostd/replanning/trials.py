@@ -56,16 +56,16 @@ class Trials:
         return None
 
     def _expected_s(self, plan: Plan) -> float:
-        """Return the seconds that a step is expected to take: as predicted, by as much too short or too long as plans
-        of its kind were. Zero if there was none, because that has to be seen."""
+        """Return the predicted seconds of a step, times the ratio of measured to predicted seconds for plans of its
+        kind. Zero if no plan of its kind was measured: then it has to be tried."""
         kind = _kind_of(plan)
         alike = [(other, seconds) for other, seconds in self._measured if _kind_of(other) == kind]
         ratios = [seconds / other.predicted.step_s for other, seconds in alike if other.predicted.step_s]
         return min(ratios, default=0.0) * (plan.predicted.step_s or 0.0)
 
     def record(self, plan: Plan, measured_s: float, why_short: str = "") -> None:
-        """Note the seconds that steps with a candidate took, on the slowest rank. It is no candidate if it was short of
-        memory."""
+        """Note the seconds that steps with a candidate took, on the slowest rank. A candidate that was short of memory
+        cannot be chosen."""
         if why_short:
             log.info("a plan that was tried is not kept, because %s: %s", why_short, name_of(plan))
         else:
