@@ -179,10 +179,10 @@ def test_states_move_when_backward_begins(tmp_path: Path, monkeypatch: pytest.Mo
     moments = list[tuple[bool, bool]]()  # whether forward runs, and whether an update is waited for
     advance = HomeMove.advance
 
-    def advancing(self: HomeMove) -> int:
+    def advancing(self: HomeMove, *room: float) -> int:
         runtime = model.__dict__["_zerostd"]
         moments.append((runtime.hooks.is_running, any(group.updates for group in runtime.groups)))
-        return advance(self)
+        return advance(self, *room)
 
     monkeypatch.setattr(HomeMove, "advance", advancing)
     train(model, optimizer, 2 * EVERY)

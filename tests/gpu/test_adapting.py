@@ -149,6 +149,19 @@ def test_gradients_that_land_after_the_peak_are_known() -> None:
     assert not model.__dict__["_zerostd"].ledger.watchers
 
 
+def test_a_loop_that_resets_the_peak_hides_nothing() -> None:
+    """Many loops read torch's peak for each step, and reset it."""
+    limits = {Tier.DEVICE: 6 * GIB, Tier.HOST: 8 * GIB}
+    homes = Homes(states=((Tier.HOST, Route.CPU, 0.5), (Tier.HOST, Route.STREAMED, 0.5)))
+    model, optimizer = prepared(plan=Plan({"*": homes}, limits=limits))
+    for _ in range(NUM_FIRST + NUM_WATCHED + 1):
+        torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, 1, rows=32 * 1024)
+    seen = adapter_of(model)._seen
+    assert seen is not None and seen.activation_bytes is not None
+    assert seen.activation_bytes + seen.late_bytes > DEPTH * 32 * 1024 * WIDTH * 2
+
+
 def test_the_device_holds_what_the_account_says_after_gradients_have_moved() -> None:
     """Buffers that gradients of the host pass through go with them."""
     on_host = Homes(gradients=Tier.HOST, states=((Tier.HOST, Route.CPU, 0.5), (Tier.HOST, Route.STREAMED, 0.5)))

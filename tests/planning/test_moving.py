@@ -247,6 +247,55 @@ def test_moves_keep_to_the_seconds_of_a_step(tmp_path: Path) -> None:
     assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
 
 
+@pytest.mark.parametrize("gradients", ["all", "by turns"])
+def test_no_step_of_a_move_holds_more_than_both_plans(gradients: str, tmp_path: Path) -> None:
+    """Gradients that leave the device leave before others come, and before states do."""
+    on_device = ((Tier.DEVICE, Route.RESIDENT, 0.6), (Tier.HOST, Route.CPU, 0.4))
+    less, more = Homes(states=((Tier.HOST, Route.CPU, 1.0),)), Homes(gradients=Tier.HOST, states=on_device)
+    half = [str(index) for index in range(DEPTH // 2)]
+    plans = {"all": ({"*": less}, {"*": more}, {"*": less})}
+    turns = {**dict.fromkeys(half, GRADIENTS), "*": HOST}, {**dict.fromkeys(half, HOST), "*": GRADIENTS}
+    plans["by turns"] = (*turns, turns[0])
+    model, optimizer = prepared("device", str(tmp_path), precision="bf16", accumulate=1)
+    other, plain = prepared("device", str(tmp_path), precision="bf16", accumulate=1)
+    runtime = model.__dict__["_zerostd"]
+    bounds = list[int]()
+    for homes in plans[gradients]:
+        change = HomeMove(runtime, Plan(homes))
+        change.most_bytes = 0  # one group at a time
+        bounds.append(sum(size for (tier, _), size in predicted(model).items() if tier == "device"))
+        runtime.ledger.most[Tier.DEVICE] = 0
+        while not change.is_done:
+            change.advance()
+            assert_bitwise(train(model, optimizer, 1), train(other, plain, 1))
+        change.finish()
+        assert_bitwise(train(model, optimizer, 1), train(other, plain, 1))
+        assert len(bounds) < 2 or runtime.ledger.most[Tier.DEVICE] <= max(bounds[-2:]) + 64
+        assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
+
+
+def test_a_group_that_finds_no_room_in_backward_moves_before_the_next_forward(tmp_path: Path) -> None:
+    """Its states are on the device before and after, so for a moment twice."""
+    model, optimizer = prepared("all tiers", str(tmp_path), precision="bf16", accumulate=1)
+    train(model, optimizer, 1)
+    most = Homes(states=((Tier.DEVICE, Route.RESIDENT, 0.8), (Tier.HOST, Route.CPU, 0.2)))
+    change = HomeMove(model.__dict__["_zerostd"], Plan({"*": most}))
+    change.most_bytes = 0
+    change.take_ahead()
+    twice = change._next[0].num_twice
+    assert twice > 0
+    left = len(change._left)
+    assert change.advance(room=twice - 1) == 0 and change.is_late and len(change._left) == left
+    train(model, optimizer, 1)
+    change.keep_pace()
+    assert not change.is_late and len(change._left) == left - 1
+    assert change.advance(room=twice) > 0 and not change.is_late
+    change.move_all()
+    change.finish()
+    train(model, optimizer, 1)
+    assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
+
+
 def on_ranks(rank: int, folder: str) -> list[str]:
     failures = []
     for stage in (Stage.OPTIMIZER_STATES, Stage.GRADIENTS, Stage.PARAMETERS):

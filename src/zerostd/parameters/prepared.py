@@ -19,10 +19,17 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from zerostd.compat import in_backward, in_transform, is_below_autograd, move_hook_to_end, version_of
+from zerostd.compat import (
+    in_backward,
+    in_transform,
+    is_below_autograd,
+    move_hook_to_end,
+    no_torch_function,
+    version_of,
+)
 from zerostd.errors import MisuseError
 from zerostd.parameters.handle import GradientHandle
-from zerostd.parameters.lending import Lender, LentTensor, get_data, lend
+from zerostd.parameters.lending import Lender, LentTensor, get_data, lend, set_data
 
 ACCESS = "_zerostd_access"  # attributes of a prepared parameter: a weak reference, so that models can go,
 LENT = "_zerostd_lent"  # weak references to what `p.data` gave,
@@ -267,9 +274,15 @@ class ReleasedParameter(PreparedParameter, Lender):
 
     def _seen_by_autograd(self) -> torch.Tensor:
         values = self.source.read()
-        if isinstance(self, ReleasedParameter) and torch.is_grad_enabled():
-            return self.stand_in(values)
-        return super().expand_as(self)
+        if not (isinstance(self, ReleasedParameter) and torch.is_grad_enabled()):
+            return super().expand_as(self)
+        with self.as_leaf(), no_torch_function():  # a view of torch's own, whose node lives as long as anyone has it
+            released = get_data(self)
+            set_data(self, values)
+            try:
+                return torch.Tensor.expand_as(self, self)
+            finally:
+                set_data(self, released)
 
     def data_ptr(self) -> int:
         """Return the address of values that stay there: they are gathered."""

@@ -26,7 +26,7 @@ def predict(plans: Sequence[Sequence[FlatPlan]], rules: Rules) -> dict[Tier, dic
     trained = [plan for group in plans for plan in group if plan.is_trained]
     need = reserved(plans)
     need[Tier.DEVICE, Kind.BUFFERS] += _slots(plans)[Tier.DEVICE] + _wires(trained, rules)
-    in_backward = _gathered(plans, rules) + _passing(trained, rules) + _staging(trained, rules)
+    in_backward = _gathered(plans, rules) + _passing(trained, rules) + staging_bytes(trained, rules)
     resident = [sum(map(_resident, group)) for group in plans]
     off = (Tier.HOST, Tier.DISK) if rules.has_own_memory else (Tier.DISK,)
     comes_up = [(plan.gradient_dtype, plan.gradients in off) for plan in trained]
@@ -135,7 +135,7 @@ def _passing(trained: Sequence[FlatPlan], rules: Rules) -> int:
     return sum(Staging.sizes(plan.layout.numel * plan.gradient_dtype.itemsize for plan in trained))
 
 
-def _staging(trained: Sequence[FlatPlan], rules: Rules) -> int:
+def staging_bytes(trained: Sequence[FlatPlan], rules: Rules) -> int:
     """Return the bytes of the device that gradients pass through on their way to host or disk."""
     if not rules.has_own_memory:
         return 0

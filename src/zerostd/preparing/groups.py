@@ -50,7 +50,7 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
     if resources.node_wires is not None:
         flat.secondary = SecondaryShard(plan.secondary_numel, plan.dtype, resources.node_wires)
     if plan.is_trained:
-        flat.gradient = _make_gradient(plan, resources)
+        flat.gradient = make_gradient(plan, resources)
     return flat
 
 
@@ -65,10 +65,9 @@ def reserve_states(plan: FlatPlan, allocator: TierAllocator) -> Arenas:
 
 
 def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) -> Callable[[], None]:
-    """Move masters, room for states and gradients to the places in `plan`, which differs in nothing else, into memory
-    that `reserve_states` allocated. Masters are copied straight from the old place to the new; the caller moves the
-    states. A gradient that does not move keeps its values; a gradient that moves must not be needed. Return a function
-    that frees the old memory."""
+    """Move masters and room for states to the places in `plan`, which differs in nothing else, into memory that
+    `reserve_states` allocated. Masters are copied straight from the old place to the new; the caller moves the states.
+    The gradient keeps its values. Return a function that frees the old memory."""
     allocator = resources.allocator
     before = flat.state_shards
     give_back = allocator.exchange(plan.owner, Kind.OPTIMIZER_STATES, arenas)
@@ -78,11 +77,7 @@ def move_flat(flat: Flat, plan: FlatPlan, resources: Resources, arenas: Arenas) 
         for old in before:
             _copy_master(old, shard)
     assert flat.gradient is not None
-    if flat.gradient.tier is plan.gradients:
-        flat.gradient.change_host_copy(_make_host_copy(plan, resources))
-    else:
-        flat.gradient.close()
-        flat.gradient = _make_gradient(plan, resources)
+    flat.gradient.change_host_copy(_make_host_copy(plan, resources))
     return give_back
 
 
@@ -137,7 +132,8 @@ def _make_shard(plan: FlatPlan, portion: Portion, allocator: TierAllocator) -> S
     return StateShard(portion.start, portion.stop, portion.tier, portion.route, columns, spare, holds_parameters=holds)
 
 
-def _make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
+def make_gradient(plan: FlatPlan, resources: Resources) -> Gradient:
+    """Return an empty gradient for a flat, in the tier that `plan` says."""
     basis = (plan.layout, plan.region, plan.gradient_dtype, resources.allocator)
     keep_whole = plan.rules.keeps_whole_gradients
     gradient: Gradient

@@ -28,8 +28,9 @@ from zerostd.policy import Tier, Way
 from zerostd.preparing.budgets import MARGIN
 from zerostd.preparing.proposing import PlanSearch
 from zerostd.preparing.remembering import recall, remember
+from zerostd.replanning.changes import can_move
 from zerostd.replanning.meter import DeviceMeter
-from zerostd.replanning.moving import HomeMove, can_move
+from zerostd.replanning.moving import HomeMove
 from zerostd.replanning.ranking import Ranking
 from zerostd.replanning.room import PassRoom
 from zerostd.replanning.trials import Revision, Trials, is_same
@@ -88,12 +89,12 @@ class Adapter(StepObserver):
     def before_backward(self) -> None:
         """Called when a backward pass begins: updates are done, since forward needed the parameters."""
         if self._moving is not None and not self._moving.is_done and not self._has_gradients:
-            self._moving.advance()
+            self._moving.advance(self.meter.room_now())
 
     def after_backward(self) -> None:
         """Called when a backward pass has ended, before the first step makes states, which hide what the pass took."""
-        if self.plan.is_untried:
-            self.meter.note_pass()
+        if self.is_busy or self.plan.is_untried or (self._pace.step + 1) % EVERY == 0:
+            self.meter.note_pass(is_first=self.plan.is_untried)
 
     def after_release(self) -> None:
         """Called when the model is an ordinary one again."""
@@ -110,10 +111,9 @@ class Adapter(StepObserver):
         if self.plan.is_untried:
             self._place()
         elif self._moving is not None:
+            self._moving.keep_pace()
             if self._moving.is_done:
                 self._end_move()
-            else:
-                self._moving.keep_pace()
         elif self._watch is not None:
             self._look()
         elif self._ranking is not None and step % EVERY:

@@ -7,6 +7,7 @@ activations are those that were counted.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -35,7 +36,8 @@ class DeviceMeter:
         self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
         self._held_before = 0  # bytes of the model, before the pass that `begin_pass` was told of
         self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
-        self._most_noted = 0  # bytes that were allocated at once while the model was watched
+        self._most_read = 0  # bytes that were allocated at once, when the allocator was last asked
+        self._most_noted = 0  # the same while the model was watched
         self._beside = 0  # the most of them that were not the model's
 
     def now(self) -> int:
@@ -45,9 +47,11 @@ class DeviceMeter:
         )
 
     def peak(self) -> int:
-        """Return the most that were allocated at once since `reset`."""
+        """Return the most that were allocated at once since `reset`. A loop may reset torch's peak too: then it is the
+        most that was seen of it."""
         if self.has_allocator:
-            return torch.accelerator.max_memory_allocated(self._device)
+            self._most_read = max(self._most_read, torch.accelerator.max_memory_allocated(self._device))
+            return self._most_read
         return self._ledger.most[Tier.DEVICE] + self._activations.counted().total
 
     def reset(self) -> None:
@@ -56,6 +60,7 @@ class DeviceMeter:
             torch.accelerator.reset_peak_memory_stats(self._device)
         self._ledger.most[Tier.DEVICE] = self._ledger.held[Tier.DEVICE]
         self._pass_bytes = 0
+        self._most_read = 0
         self._most_noted = 0
         self._beside = 0
 
@@ -63,10 +68,12 @@ class DeviceMeter:
         """Remember what the model holds before a pass."""
         self._held_before = self._ledger.held[Tier.DEVICE]
 
-    def note_pass(self) -> None:
-        """Remember what a pass took, before a step makes states. Gradients that came during the pass count too, because
-        they may have been there at its peak."""
-        self._pass_bytes = max(self._pass_bytes, self.peak() - self._held_before)
+    def note_pass(self, *, is_first: bool) -> None:
+        """Read the peak of a pass, before a loop resets torch's. Of a first pass remember what it took, before a step
+        makes states. Gradients that came during the pass count too, because they may have been there at its peak."""
+        peak = self.peak()
+        if is_first:
+            self._pass_bytes = max(self._pass_bytes, peak - self._held_before)
 
     def shortage(self) -> str:
         """Return what the device lacked since `reset`; empty: nothing. The allocator had to free its cache to find
@@ -120,6 +127,11 @@ class DeviceMeter:
         if self.has_allocator:
             room[Tier.DEVICE] = free["device"] + self.now()
         return room
+
+    def room_now(self) -> int:
+        """Return the bytes of the device that may still be taken at this moment."""
+        limit = self._budget if self._budget is not None or not self.has_allocator else self.room()[Tier.DEVICE]
+        return sys.maxsize if limit is None else max(0, limit - self.now())
 
     def limits(self, room: Mapping[Tier, int] | None = None) -> dict[Tier, int]:
         """Return the bytes to plan with: those of the budget, or the available ones less a margin. Bytes of the device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerostd
@@ -19,6 +20,7 @@ PLACES = {"device": {}, "host": {"optimizer_states": "host"}, "recompute": {"act
 def trains(rank: int, precision: str) -> list[str]:
     case = on_device(MODELS["gpt"], "cuda")
     recipe = Recipe(precision=precision, steps=12, max_norm=0.5)
+    torch.cuda.init()  # else the mesh gives each rank a device of its own
     mesh = init_device_mesh("cuda", (2, 2))
     failures = []
     for name, place in PLACES.items():
