@@ -47,6 +47,23 @@ def test_numbers_are_torchs(decoupled: bool, weight_decay: float, maximize: bool
     assert torch.allclose(averages[1], state["exp_avg_sq"], rtol=1e-5, atol=1e-9)
 
 
+def test_a_count_of_steps_on_the_host_gives_the_same_bits() -> None:
+    kernel = adam_on("cuda")
+    assert kernel is not None
+    rule = Adam(3e-4, 0.1, False, 0.9, 0.999, 1e-8, True, 0, True)
+    source = torch.Generator("cuda").manual_seed(1)
+    values = torch.randn(100_003, device="cuda", generator=source)
+    found = []
+    gradients = [torch.randn(values.numel(), device="cuda", generator=source).bfloat16() for _ in range(5)]
+    for place in ("cpu", "cuda"):
+        halves = split(values)
+        states = [torch.zeros_like(values), torch.zeros_like(values)]
+        for step, gradient in enumerate(gradients, start=1000):
+            kernel.adam(rule, torch.tensor(float(step), device=place), gradient, None, halves, halves.high, states)
+        found.append([halves.high, halves.low, *states])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_a_high_half_elsewhere_leaves_the_old_one() -> None:
     kernel = adam_on("cuda")
     assert kernel is not None

@@ -2,10 +2,12 @@
 
 A gradient of any dtype comes in, and the halves of the master and both averages are changed. torch's optimizer would
 need the gradient in fp32 and the master in one piece: 26 bytes of device memory an element here, 50 there. Quotients
-and roots round to nearest, and products are not fused with sums. The count of steps may be on the device, so the
-numbers that depend on it are made there.
+and roots round to nearest, and products are not fused with sums. If the count of steps is on the device, the numbers
+that depend on it are made there, else on the host: the same bits, and a launch less.
 """
 
+import functools
+import math
 import struct
 
 import torch
@@ -17,6 +19,7 @@ from zerostd.kernels.rules import Adam, Split
 
 BLOCK = 1024  # elements of a program
 BITS = tl.constexpr(31)  # of a count of steps
+NUM_BITS = BITS.value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,8 +44,8 @@ def _numbers(step, numbers, lr, lr_rest, BETA1: tl.constexpr, BETA2: tl.constexp
 @triton.jit  # type: ignore[untyped-decorator]
 def _adam(  # type: ignore[no-untyped-def]
     gradient, factor, high, low, new_high, averages, squares, numbers,
-    numel, decay, new_part, old_square, new_square, eps,
-    FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    numel, rate, root, decay, new_part, old_square, new_square, eps,
+    COUNTED: tl.constexpr, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < numel
@@ -62,7 +65,10 @@ def _adam(  # type: ignore[no-untyped-def]
     m = m + (g - m) * new_part
     v = tl.load(squares + places, mask=mask, other=0.0)
     v = v * old_square + g * new_square * g
-    p = p + tl.div_rn(m * tl.load(numbers), tl.div_rn(tl.sqrt_rn(v), tl.load(numbers + 1)) + eps)
+    if not COUNTED:
+        rate = tl.load(numbers)
+        root = tl.load(numbers + 1)
+    p = p + tl.div_rn(m * rate, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     tl.store(averages + places, m, mask=mask)
     tl.store(squares + places, v, mask=mask)
     bits = p.to(tl.int32, bitcast=True)
@@ -80,17 +86,22 @@ def adam(
     numel = gradient.numel()
     if not numel:
         return
-    numbers = torch.empty(2, dtype=torch.float32, device=gradient.device)
-    (lr,) = struct.unpack("f", struct.pack("f", rule.lr))
-    if step.device != gradient.device:
-        step = torch.full((), step.item(), device=gradient.device)  # a copy might wait for the device
-    _numbers[(1,)](step, numbers, lr, rule.lr - lr, BETA1=rule.beta1, BETA2=rule.beta2)
+    lr = _as_float(rule.lr)
+    is_counted = step.device.type == "cpu"
+    rate = root = 0.0
+    numbers = gradient  # which is not read as such
+    if is_counted:
+        rate, root = _host_numbers(int(step.item()), lr, _as_float(rule.lr - lr), rule.beta1, rule.beta2)
+    else:
+        numbers = torch.empty(2, dtype=torch.float32, device=gradient.device)
+        _numbers[(1,)](step, numbers, lr, rule.lr - lr, BETA1=rule.beta1, BETA2=rule.beta2)
     _adam[(triton.cdiv(numel, BLOCK),)](
-        *(gradient, numbers if factor is None else factor),
+        *(gradient, gradient if factor is None else factor),
         *(master.high.view(torch.int16), master.low, high.view(torch.int16), *states, numbers),
-        numel,
+        *(numel, rate, root),
         1 - rule.lr * rule.weight_decay if rule.decoupled else rule.weight_decay,
         *(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps),
+        COUNTED=is_counted,
         FACTOR=factor is not None,
         MAXIMIZE=rule.maximize,
         COUPLED=rule.weight_decay != 0 and not rule.decoupled,
@@ -98,3 +109,22 @@ def adam(
         BLOCK=BLOCK,
         enable_fp_fusion=False,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _host_numbers(count: int, lr: float, lr_rest: float, beta1: float, beta2: float) -> tuple[float, float]:
+    """Return what `_numbers` makes on a device, by the same operations."""
+    powers = [1.0, 1.0]
+    bases = [beta1, beta2]
+    for bit in range(NUM_BITS):
+        for index, base in enumerate(bases):
+            if count >> bit & 1:
+                powers[index] *= base
+            bases[index] = base * base
+    return -(lr + lr_rest) / (1.0 - powers[0]), math.sqrt(1.0 - powers[1])
+
+
+def _as_float(number: float) -> float:
+    """Return a number rounded to fp32."""
+    (rounded,) = struct.unpack("f", struct.pack("f", number))
+    return float(rounded)
