@@ -15,7 +15,7 @@ from zerostd.planning import PlanRequest
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.planner import solve
 from zerostd.planning.program import SLACK, optimise
-from zerostd.planning.simulation import simulate
+from zerostd.planning.simulation import LAUNCH_S, TILE, simulate
 from zerostd.policy import Tier
 from zerostd.preparing.proposing import PlanSearch
 
@@ -30,7 +30,7 @@ def request(launches: float, compute_s: float = 0.3, **options: object) -> PlanR
     return request_of(model, machine=H200, limits=LIMITS, **options)
 
 
-def test_updates_by_the_cpu_lengthen_a_step_that_waits_for_launches() -> None:
+def test_updates_lengthen_a_step_that_waits_for_launches() -> None:
     steps = {}
     for launches in (0.0, 0.5, 1.0):
         asked = request(launches)
@@ -38,7 +38,9 @@ def test_updates_by_the_cpu_lengthen_a_step_that_waits_for_launches() -> None:
     cpu_s = sum(cost.updated for cost in asked.costs) * asked.cpu_s
     assert steps[0.0][0] < steps[0.5][0] < steps[1.0][0]
     assert steps[1.0][0] == pytest.approx(0.3 + cpu_s, rel=0.02)
-    assert steps[0.0][1] == steps[0.5][1] == steps[1.0][1]
+    tiles = sum(cost.updated for cost in asked.costs) / TILE
+    assert steps[0.0][1] == steps[0.5][1]
+    assert steps[1.0][1] == pytest.approx(steps[0.0][1] + tiles * LAUNCH_S, rel=0.01)
 
 
 def test_the_program_knows_it_too() -> None:

@@ -20,6 +20,7 @@ NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the sa
 MOST_PASSES = 4  # that are simulated one by one
 AHEAD = 1  # groups that are brought before they are needed
 TILE = 8 << 20  # parameters that are streamed at a time
+LAUNCH_S = 0.3e-3  # that the host takes to launch the update of a tile
 QUEUED = 2.0  # such tiles that are in the stream before parameters that are to be brought
 ALIKE = 0.01  # of their activations' bytes, that groups differ in which are taken for the same
 MOST_HELD = 2  # groups under update when the next gradient lands, where gradients are not kept
@@ -63,7 +64,7 @@ class StepSimulation:
         self.now = 0.0
         self.busy: dict[str, float] = {}  # seconds that each worker had something to do
         self.spans: list[Span] = []  # since the step began
-        self.rates = {"cpu": 1.0, **rates_of(request)}
+        self.rates = {"cpu": 1.0, "launch": 1.0, **rates_of(request)}
         self.waiting = {worker: list[_Job]() for worker in ("cpu", "streamed", "disk", "land", "resident")}
         self.running: dict[str, _Job] = {}
         self.unfinished = [0] * len(shares)  # jobs of each group's update
@@ -123,7 +124,7 @@ class StepSimulation:
         }
         up = states - shared + gradient_up + (shared if share.parameters_off else 0)
         down = states - shared + weight_down
-        streamed = {"up": up, "down": down, "memory": up + down}
+        streamed = {"up": up, "down": down, "memory": up + down, "launch": LAUNCH_S / TILE}
         by_device = {"up": gradient_up, "down": weight_down, "memory": gradient_up + weight_down}
         for worker, part, takes in (
             ("resident", share.resident if by_device["memory"] else 0.0, by_device),
@@ -191,8 +192,9 @@ class StepSimulation:
         return shared
 
     def run(self, seconds: float, what: str = "compute", name: str = "", group: int = -1) -> None:
-        """Let the device compute. While the CPU updates, that takes longer if it is the device or launches a lot."""
-        takes = {"cpu": self.request.launching}
+        """Let the device compute. While the CPU updates, that takes longer if it is the device or launches a lot. One
+        thread of Python launches at a time."""
+        takes = {"cpu": self.request.launching, "launch": self.request.launching}
         self.running[what] = _Job(seconds, takes, group, most=1.0, name=name)
         while what in self.running:
             self._advance()
