@@ -45,7 +45,8 @@ def _numbers(step, numbers, lr, lr_rest, BETA1: tl.constexpr, BETA2: tl.constexp
 def _adam(  # type: ignore[no-untyped-def]
     gradient, factor, high, low, new_high, averages, squares, numbers,
     numel, rate, root, decay, new_part, old_square, new_square, eps,
-    COUNTED: tl.constexpr, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < numel

@@ -348,7 +348,7 @@ class Adapter(StepObserver):
         self._moving = None
         self._room.recompute()
         if self._trials is None:  # else the next candidate takes it
-            self.meter.give_cache_back()  # what was given up is there for others
+            self.meter.give_surplus_back()  # to others
         self.meter.reset()
         self._pace.restart()
         if self._trials is not None:

@@ -20,6 +20,8 @@ from zerostd.planning.demands import NUM_BUFFERS
 from zerostd.policy import Tier, Way, parse_bytes
 from zerostd.preparing.budgets import MARGIN
 
+SURPLUS = 1.25  # times the most bytes that were allocated at once
+
 
 class DeviceMeter:
     """Reads the device's memory for one prepared model."""
@@ -119,6 +121,12 @@ class DeviceMeter:
         """Give torch's cached memory back to the device."""
         if self.has_allocator:
             torch.accelerator.empty_cache()
+
+    def give_surplus_back(self) -> None:
+        """Give cached memory back if it is much more than is used at once. The next step allocates again what it
+        needs, which delays that step."""
+        if self.has_allocator and torch.accelerator.memory_reserved(self._device) > SURPLUS * self.peak():
+            self.give_cache_back()
 
     def room(self) -> dict[Tier, int]:
         """Return the bytes of this model plus the free ones. If the device is the CPU, its memory is the host's."""
