@@ -101,12 +101,17 @@ def load() -> ctypes.CDLL | None:
 
 def serves(*tensors: Tensor) -> bool:
     """Return whether the library is loaded and can work on these tensors: on the CPU and contiguous."""
-    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors) and load() is not None
+    return all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors) and load() is not None
 
 
-def apart(a: Tensor, b: Tensor) -> bool:
-    """Return whether two contiguous tensors share no memory."""
-    return a.data_ptr() + a.nbytes <= b.data_ptr() or b.data_ptr() + b.nbytes <= a.data_ptr()
+def apart(*tensors: Tensor) -> bool:
+    """Return whether no two of these contiguous tensors share memory."""
+    end = 0  # of those before
+    for start, size in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
+        if start < end:
+            return False
+        end = start + size
+    return True
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
@@ -164,6 +169,7 @@ def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 def update(step: UpdateArguments, num_threads: int) -> None:
     """See `zerostd.kernels.update`."""
+    source = _arrays(step.source)
     argument = StepArgument(
         gradient_dtype=DTYPES[step.gradient.dtype],
         num_threads=num_threads,
@@ -171,8 +177,8 @@ def update(step: UpdateArguments, num_threads: int) -> None:
         codec=CODECS[step.coded_dtype],
         count=step.gradient.numel(),
         gradient=step.gradient.data_ptr(),
-        source=_arrays(step.source),
-        target=_arrays(step.target),
+        source=source,
+        target=source if step.target is step.source else _arrays(step.target),
     )
     if step.weight is not None:
         argument.weight = step.weight.data_ptr()

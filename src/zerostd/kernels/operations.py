@@ -37,9 +37,10 @@ def update(
             when both have the same item size; so may the high half of a split target, which itself is the weight.
         num_threads: Most CPU threads to use; the result does not depend on it.
     """
-    step = UpdateArguments(rule, gradient, factor, tuple(source), tuple(source if target is None else target), weight)
+    source = tuple(source)
+    step = UpdateArguments(rule, gradient, factor, source, source if target is None else tuple(target), weight)
     _check_update(step, num_threads)
-    if native.serves(*step.inputs, *step.outputs):
+    if native.serves(*step.distinct):
         native.update(step, num_threads)
     elif step.coded_dtype is not None:
         moments.update(step)
@@ -50,18 +51,9 @@ def update(
 def _check_update(step: UpdateArguments, num_threads: int) -> None:
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}; at least 1 is needed")
-    num_arrays = 1 + len(step.rule.state_names)
-    expected = (torch.float32, step.coded_dtype or torch.float32)  # dtypes of the master, and of states
-    for name, arrays in (("source", step.source), ("target", step.target)):
-        if len(arrays) != num_arrays:
-            raise ValueError(f"{name} has {len(arrays)} arrays; {step.rule} takes {num_arrays}")
-        for index, array in enumerate(arrays):
-            if isinstance(array, Split):
-                dtypes = (array.high.dtype, array.low.dtype)
-                if index or dtypes != (torch.bfloat16, torch.int16):
-                    raise ValueError(f"{name}[{index}] is a Split of {dtypes}; only a master can be split")
-            elif array.dtype != expected[index > 0]:
-                raise ValueError(f"{name}[{index}] is {array.dtype}; masters must be fp32, states all fp32 or coded")
+    _check_arrays("source", step.source, step)
+    if step.target is not step.source:
+        _check_arrays("target", step.target, step)
     if step.coded_dtype is not None and not isinstance(step.rule, Adam):
         raise ValueError(f"coded states are Adam's, and the rule is {step.rule}")
     if isinstance(step.source[0], Split) != isinstance(step.target[0], Split):
@@ -71,26 +63,43 @@ def _check_update(step: UpdateArguments, num_threads: int) -> None:
     for name, tensor in (("gradient", step.gradient), ("weight", step.weight)):
         if tensor is not None and tensor.dtype not in native.DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}; update takes {', '.join(map(str, native.DTYPES))}")
-    records = torch.Size([INT8_AVERAGE.num_elements(step.gradient.numel())])
-    for tensor in [*step.inputs, *step.outputs]:
-        shape = records if tensor.dtype == torch.uint8 else step.gradient.shape
-        if tensor.shape != shape or tensor.device != step.gradient.device:
+    shape = step.gradient.shape
+    device = step.gradient.device
+    records = shape if step.coded_dtype != torch.uint8 else torch.Size([INT8_AVERAGE.num_elements(shape.numel())])
+    for tensor in step.distinct:
+        expected = records if tensor.dtype == torch.uint8 else shape
+        if tensor.shape != expected or tensor.device != device:
             raise ValueError(
-                f"gradient is {tuple(step.gradient.shape)} on {step.gradient.device} and another array "
+                f"gradient is {tuple(shape)} on {device} and another array "
                 f"{tuple(tensor.shape)} on {tensor.device}; they must agree"
             )
     _check_memory(step)
 
 
+def _check_arrays(name: str, arrays: tuple[Tensor | Split, ...], step: UpdateArguments) -> None:
+    num_arrays = 1 + len(step.rule.state_names)
+    if len(arrays) != num_arrays:
+        raise ValueError(f"{name} has {len(arrays)} arrays; {step.rule} takes {num_arrays}")
+    expected = (torch.float32, step.coded_dtype or torch.float32)  # dtypes of the master, and of states
+    for index, array in enumerate(arrays):
+        if isinstance(array, Split):
+            dtypes = (array.high.dtype, array.low.dtype)
+            if index or dtypes != (torch.bfloat16, torch.int16):
+                raise ValueError(f"{name}[{index}] is a Split of {dtypes}; only a master can be split")
+        elif array.dtype != expected[index > 0]:
+            raise ValueError(f"{name}[{index}] is {array.dtype}; masters must be fp32, states all fp32 or coded")
+
+
 def _check_memory(step: UpdateArguments) -> None:
     """Refuse outputs that overlap another array; they may lie exactly on their own source, a weight on the gradient."""
-    inputs = step.inputs
-    outputs = step.outputs
-    num_targets = len(inputs) - 1
-    landing = 0 if isinstance(step.target[0], Split) else num_targets  # the output that may take the gradient's place
-    for index, output in enumerate(outputs):
-        for number, tensor in enumerate([*inputs, *outputs[:index]]):
-            is_own_source = number == index + 1 <= num_targets
+    lands = step.weight is not None and native.same_memory(step.weight, step.gradient)
+    if native.apart(*(step.distinct[1:] if lands else step.distinct)):
+        return  # as nearly always, so pairs are looked at only to find what is allowed or wrong
+    num_inputs = len(step.inputs)
+    landing = 0 if isinstance(step.target[0], Split) else num_inputs - 1  # the output that may lie on the gradient
+    for index, output in enumerate(step.outputs):
+        for number, tensor in enumerate([*step.inputs, *step.outputs[:index]]):
+            is_own_source = number == index + 1 < num_inputs
             allowed = is_own_source or (number == 0 and index == landing)
             if not native.apart(output, tensor) and not (allowed and native.same_memory(output, tensor)):
                 raise ValueError(

@@ -191,8 +191,9 @@ Arrays = Sequence[Tensor | Split]
 CODED_DTYPES = (torch.uint8, torch.bfloat16)  # of states, see `moments.py`
 
 
-class UpdateArguments(NamedTuple):
-    """Checked arguments of `update`."""
+@dataclass(eq=False)
+class UpdateArguments:
+    """Checked arguments of `update`. In place, `target` is the very tuple that `source` is."""
 
     rule: Rule
     gradient: Tensor
@@ -201,19 +202,15 @@ class UpdateArguments(NamedTuple):
     target: tuple[Tensor | Split, ...]
     weight: Tensor | None
 
-    @property
-    def coded_dtype(self) -> torch.dtype | None:
-        """The dtype of coded states, which tells their codec; None if states are fp32."""
-        dtype = next((array.dtype for array in self.source[1:] if isinstance(array, Tensor)), None)
-        return dtype if dtype in CODED_DTYPES else None
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return [self.gradient, *_tensors(self.source)]
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        return [*_tensors(self.target), *([] if self.weight is None else [self.weight])]
+    def __post_init__(self) -> None:
+        is_in_place = self.target is self.source
+        weights = [] if self.weight is None else [self.weight]
+        self.inputs = [self.gradient, *_tensors(self.source)]
+        self.outputs = [*(self.inputs[1:] if is_in_place else _tensors(self.target)), *weights]
+        self.distinct = [*self.inputs, *(weights if is_in_place else self.outputs)]  # in place, arrays count once
+        dtypes = [array.dtype for array in self.source[1:] if not isinstance(array, Split)]
+        # Of coded states, which tells their codec; None if states are fp32
+        self.coded_dtype = dtypes[0] if dtypes and dtypes[0] in CODED_DTYPES else None
 
 
 def _tensors(arrays: Arrays) -> list[Tensor]:

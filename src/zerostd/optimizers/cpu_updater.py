@@ -90,11 +90,10 @@ class CpuUpdater:
     def launch(self, task: UpdateTask) -> Transfer:
         """Start an update. The update is done when the new parameters have arrived in their tier."""
         span = task.span
-        if span.shard.route is Route.CPU:
-            task = replace(task, host_weights=self._host_weights(task))
+        host_weights = self._host_weights(task) if span.shard.route is Route.CPU else None
         rule = self._rule(task)
+        task = replace(task, host_weights=host_weights, rule=rule)
         if rule is not None:
-            task = replace(task, rule=rule)
             span.keep(next_scalars(rule, span.scalars), is_speculative=task.is_speculative)
         is_cut = task.rule is not None and span.shard.tier is Tier.HOST  # from disk, tiles overlap inside the thread
         return task.submit(self.worker, self._do, TILE_NUMEL if is_cut else span.numel)

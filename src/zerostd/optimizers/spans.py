@@ -50,6 +50,11 @@ class UpdateSpan:
     is_committed: bool = False  # the speculative update counts, as soon as it is done
 
     def __post_init__(self) -> None:
+        start = self.pieces[0].offset
+        stop = self.pieces[-1].place.stop
+        self.numel = stop - start
+        self.region = slice(start, stop)  # its place in the flat's region
+        self.in_shard = slice(start - self.shard.start, stop - self.shard.start)  # its place in its shard
         if not self.shard.is_resident or self.shard.is_coded:
             return
         if self.shard.is_split:
@@ -80,18 +85,6 @@ class UpdateSpan:
         low = self.shard.tensors[LOW].tensor
         assert high is not None and low is not None
         return Split(high[self.in_shard], low[self.in_shard])
-
-    @property
-    def region(self) -> slice:  # its place in the flat's region
-        return slice(self.pieces[0].offset, self.pieces[-1].place.stop)
-
-    @property
-    def in_shard(self) -> slice:  # its place in its shard
-        return slice(self.region.start - self.shard.start, self.region.stop - self.shard.start)
-
-    @property
-    def numel(self) -> int:
-        return self.region.stop - self.region.start  # type: ignore[no-any-return]
 
     def keep(self, scalars: ScalarStates | None, *, is_speculative: bool) -> None:
         """Keep the scalar states that an update left."""
