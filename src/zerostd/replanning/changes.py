@@ -59,7 +59,7 @@ class FlatChange:
         return self.flat.gradient is not None and self.flat.gradient.tier is not self.wanted.gradients
 
     def has_moved(self, *, speculates: bool) -> bool:
-        """Whether parameters and states are as the new plan wants them."""
+        """Return whether parameters and states are as the new plan wants them."""
         if self.flat.rest.tier is not self.wanted.parameters or self.flat.gradient is None:
             return self.flat.rest.tier is self.wanted.parameters
         shards = self.flat.state_shards

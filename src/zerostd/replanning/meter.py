@@ -73,9 +73,10 @@ class DeviceMeter:
     def note_pass(self, *, is_first: bool) -> None:
         """Read the peak of a pass, before a loop resets torch's. Of a first pass remember what it took, before a step
         makes states. Gradients that came during the pass count too, because they may have been there at its peak."""
-        peak = self.peak()
         if is_first:
-            self._pass_bytes = max(self._pass_bytes, peak - self._held_before)
+            self._pass_bytes = max(self._pass_bytes, self.peak() - self._held_before)
+        elif self.has_allocator:
+            self.peak()
 
     def shortage(self) -> str:
         """Return what the device lacked since `reset`; empty: nothing. The allocator had to free its cache to find
