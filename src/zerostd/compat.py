@@ -36,9 +36,9 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def current_backward() -> int:
-    """Return a number for the backward pass that this thread runs; -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
+# Returns a number for the backward pass that this thread runs; -1 outside of one. No function around it: autograd asks
+# for each tensor that a recomputed forward has saved.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def runs_in_ddp(module: torch.nn.Module) -> bool:
@@ -273,9 +273,8 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in skipped}
 
 
-def no_torch_function() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors of our own classes are plain ones."""
-    return torch._C.DisableTorchFunctionSubclass()
+# Returns a context in which tensors of our own classes are plain ones; a class, since hooks enter it for each gradient.
+no_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 def is_below_autograd() -> bool:

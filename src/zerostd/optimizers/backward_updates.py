@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zerostd.compat import no_torch_function
 from zerostd.errors import MisuseError
 from zerostd.monitoring.ledger import explain_out_of_memory
 from zerostd.optimizers.gradients import Gradients
@@ -21,6 +22,7 @@ from zerostd.optimizers.spans import StepOptions
 from zerostd.optimizers.updater import Scope, Updater
 from zerostd.parameters import Group
 from zerostd.parameters.passing_gradient import REMEDY
+from zerostd.parameters.prepared import GRAD
 
 BEGUN = (
     "accumulate= was passed to prepare: call step() first, pass max_grad_norm= to prepare to clip, or leave "
@@ -158,8 +160,10 @@ class BackwardUpdates:
                         "schedulers do, or leave accumulate out of prepare"
                     )
         for flat in (flat for group in self._done for flat in group.trainable):
-            for parameter, interval in zip(flat.parameters, flat.layout.intervals, strict=True):
-                if parameter.grad is None:
+            with no_torch_function():
+                has_gradient = [GRAD.__get__(parameter) is not None for parameter in flat.parameters]
+            for is_there, interval in zip(has_gradient, flat.layout.intervals, strict=True):
+                if not is_there:
                     raise MisuseError(
                         f"the gradient of {interval.name!r} is gone at step(), but its update began inside backward: "
                         "it was dropped in between, or backward failed. Leave accumulate out of prepare, so that "

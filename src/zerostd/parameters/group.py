@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -61,13 +62,14 @@ class Group:
     def name(self) -> str:
         return self.blueprint.name
 
-    @property
+    @functools.cached_property
     def trainable(self) -> list[Flat]:
+        """Its flats that have gradients; hooks ask often."""
         return [flat for flat in self.flats if flat.gradient is not None]
 
-    @property
+    @functools.cached_property
     def gives_back(self) -> bool:
-        """Whether releasing gives memory back."""
+        """Whether releasing gives memory back: parameters never move to another tier."""
         return any(flat.gives_back for flat in self.flats)
 
     @property
@@ -81,7 +83,7 @@ class Group:
         frees = any(flat.gradient is not None and not flat.gradient.is_kept for flat in self.flats)
         return frees or self.gives_back or self.is_updated_later
 
-    @property
+    @functools.cached_property
     def is_in_slices(self) -> bool:
         """Whether ranks update different slices of the group, so that it must be gathered after an update."""
         return any(flat.region.stop - flat.region.start < flat.layout.numel for flat in self.trainable)
@@ -159,9 +161,10 @@ class Group:
     def commit_edits(self) -> None:
         """Let masters follow what the user wrote to parameters."""
         for flat in self.flats:
-            if flat.has_edits:
-                self.check_exact(flat)
-            flat.commit_edits()
+            if flat.awaits_commit:
+                if flat.has_edits:
+                    self.check_exact(flat)
+                flat.commit_edits()
 
     def check_exact(self, flat: Flat) -> None:
         """Refuse an edit of values that were rounded on the wire: it would make the other rounded values permanent."""

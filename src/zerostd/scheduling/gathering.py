@@ -72,6 +72,8 @@ class Gatherer:
         sizes = [group.gathered_bytes for group in groups[1:]]
         # Bytes of buffers, while streaming or not: see [Note: how far ahead].
         self._room = {repeats: largest_neighbours(sizes, repeats=repeats) for repeats in (False, True)}
+        # Else groups are always there, and none is gathered ahead. (A model that sleeps runs no forward.)
+        self._moves = any(group.gives_back or group.is_in_slices for group in groups)
         self._kept: list[Group] = []  # that this forward leaves gathered, if it ends with them
         self._is_streaming = False  # see [Note: streaming]
         self._stream: torch.Stream | None = None  # of the last forward: groups that it left were gathered there
@@ -83,7 +85,7 @@ class Gatherer:
         self.timer.at(group.name)
         for needed in group.needed:
             self.gather(needed)
-        for ahead in self._ahead(group, phase):
+        for ahead in self._ahead(group, phase) if self._moves else ():
             # A rank by itself does not hold the host up for an update. Several start gathers in the same order.
             if self.wires.is_alone and not all(update.is_done() for update in ahead.updates):
                 break
@@ -200,7 +202,7 @@ class Gatherer:
 
     def end_use(self, group: Group) -> None:
         """Release a group that a forward used, unless the forward ends with it and backward begins with it."""
-        if not (self.order.is_over() and group in self._kept):
+        if not (group in self._kept and self.order.is_over()):
             self.release(group)
 
     def release_all(self, *, is_backward: bool, but_kept: bool = False) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerostd.compat import current_backward, in_backward, in_checkpoint, in_transform, version_of
 from zerostd.errors import MisuseError
+from zerostd.monitoring.events import NOTHING
 from zerostd.scheduling.tensors import map_tensors
 
 GiveBack = Callable[[], torch.Tensor]  # what autograd holds instead of a saved tensor
@@ -103,7 +104,8 @@ class RecomputedForward:
         num_saved = len(self._saved)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            value = tensor.detach() if tensor.requires_grad else tensor
+            # Not the method of a prepared parameter, which takes longer and returns the same here.
+            value = torch.Tensor.detach(tensor) if tensor.requires_grad else tensor
             values[len(values)] = value
             if len(values) == num_saved:
                 raise _Complete
@@ -111,7 +113,8 @@ class RecomputedForward:
 
         self._values.clear()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _same)
-        with contextlib.suppress(_Complete), self._as_first(), torch.enable_grad(), hooks:
+        as_first = self._as_first() if self._autocasts or self._random is not None else NOTHING
+        with contextlib.suppress(_Complete), as_first, torch.enable_grad(), hooks:
             self._run()
         kinds: list[Kind] = [(value.shape, value.dtype, value.device) for value in values.values()]
         if kinds != self._saved:
@@ -194,7 +197,7 @@ def _run_twice(
     def run() -> Any:
         if not first:
             args, kwargs = map_tensors(structure, take)
-            with _buffers_of_before(module, buffers):
+            with _buffers_of_before(module, buffers) if buffers else NOTHING:
                 return forward(*args, **kwargs)
         args, kwargs = first.pop()
         named = dict(module.named_buffers()) if changing else {}

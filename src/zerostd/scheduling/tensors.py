@@ -40,7 +40,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, function) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
+        return type(value)([map_tensors(item, function) for item in value])
     if isinstance(value, dict):
         return _with_items(value, {key: map_tensors(item, function) for key, item in value.items()})
     if _is_record(value):
