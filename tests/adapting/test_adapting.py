@@ -34,7 +34,7 @@ from zerostd.replanning import adapting, meter, ranking
 from zerostd.replanning.adapting import EVERY, NUM_FIRST, Adapter, Revision
 from zerostd.replanning.moving import HomeMove
 from zerostd.replanning.trials import MOST_TRIED
-from zerostd.replanning.watching import NUM_WATCHED, Pace
+from zerostd.replanning.watching import NUM_WATCHED, Pace, StepWatch
 
 WIDTH, DEPTH = 128, 10
 MIB = 2**20
@@ -166,7 +166,7 @@ def test_trials_end_and_cost_a_bounded_number_of_steps(tmp_path: Path, monkeypat
     model, optimizer = prepared(predicted(HOST, 1.0), str(tmp_path), FEW)
     started = plant(model, monkeypatch, *(predicted(each, 1.0) for each in homes))
     monkeypatch.setattr(adapting, "MOVED_PART", 1e15)  # all groups in one step
-    train(model, optimizer, FIRST_LOOK + (MOST_TRIED + 1) * (2 + NUM_WATCHED))
+    train(model, optimizer, FIRST_LOOK + (MOST_TRIED + 1) * (3 + NUM_WATCHED))  # gradients take a step of their own
     adapter = adapter_of(model)
     assert len(started) == MOST_TRIED + 1 and adapter._trials is None and adapter._moving is None
     assert len(model.__dict__["_zerostd"].settings.plan.trials) == MOST_TRIED + 1
@@ -179,10 +179,10 @@ def test_states_move_when_backward_begins(tmp_path: Path, monkeypatch: pytest.Mo
     moments = list[tuple[bool, bool]]()  # whether forward runs, and whether an update is waited for
     advance = HomeMove.advance
 
-    def advancing(self: HomeMove, *room: float) -> int:
+    def advancing(self: HomeMove, *room: float, **waits: bool) -> int:
         runtime = model.__dict__["_zerostd"]
         moments.append((runtime.hooks.is_running, any(group.updates for group in runtime.groups)))
-        return advance(self, *room)
+        return advance(self, *room, **waits)
 
     monkeypatch.setattr(HomeMove, "advance", advancing)
     train(model, optimizer, 2 * EVERY)
@@ -259,6 +259,27 @@ def test_candidates_are_ranked_beside_the_steps(tmp_path: Path, monkeypatch: pyt
     (revision,) = adapter.revisions
     assert revision.reason == "the first steps were measured" and held(model, "disk") == 0
     same_numbers(model, str(tmp_path), EVERY + 2, 3 * EVERY, depth=FEW)
+
+
+def test_the_present_plan_is_judged_by_the_steps_before_the_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranking takes many steps. The first ones, which were watched for it, may all have been clipped."""
+    slow_disk(monkeypatch)
+    plan = predicted(HOST, 1.0)
+    model, optimizer = prepared(plan, str(tmp_path), FEW)
+    adapter = adapter_of(model)
+    adapter._ranks_aside = True
+    monkeypatch.setattr(ranking, "in_process", lambda search: (plan, [predicted(DISK, 0.5)]))
+    end = StepWatch.end
+    with monkeypatch.context() as patched:
+        patched.setattr(StepWatch, "end", lambda *arguments: replace(end(*arguments), step_s=1e3))
+        train(model, optimizer, FIRST_LOOK + 1)
+    assert adapter._ranking is not None
+    train(model, optimizer, 4 * EVERY)
+    present, other = model.__dict__["_zerostd"].settings.plan.trials
+    assert adapter.revisions == [] and held(model, "disk") == 0
+    assert present.measured_s < other.measured_s < 1e3
 
 
 @pytest.mark.parametrize("budget", [LIMITS[Tier.DEVICE], 1])

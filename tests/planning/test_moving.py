@@ -22,6 +22,7 @@ from zerostd.policy import Homes, Route, Stage, Tier
 from zerostd.preparing.accounting import predict
 from zerostd.preparing.homes import plan_flats
 from zerostd.preparing.options import rules_for
+from zerostd.replanning import moving
 from zerostd.replanning.moving import HomeMove, move
 
 DEVICE = Homes()
@@ -248,8 +249,17 @@ def test_moves_keep_to_the_seconds_of_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gradients", ["all", "by turns"])
-def test_no_step_of_a_move_holds_more_than_both_plans(gradients: str, tmp_path: Path) -> None:
+def test_no_step_of_a_move_holds_more_than_both_plans(
+    gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients that leave the device leave before others come, and before states do."""
+    move_one = moving.move_flat
+
+    def moves(flat: Any, plan: Any, *others: Any) -> Any:
+        assert plan.gradients is flat.gradient.tier  # what the CPU updates has a copy of it, or none
+        return move_one(flat, plan, *others)
+
+    monkeypatch.setattr(moving, "move_flat", moves)
     on_device = ((Tier.DEVICE, Route.RESIDENT, 0.6), (Tier.HOST, Route.CPU, 0.4))
     less, more = Homes(states=((Tier.HOST, Route.CPU, 1.0),)), Homes(gradients=Tier.HOST, states=on_device)
     half = [str(index) for index in range(DEPTH // 2)]
@@ -290,6 +300,29 @@ def test_a_group_that_finds_no_room_in_backward_moves_before_the_next_forward(tm
     change.keep_pace()
     assert not change.is_late and len(change._left) == left - 1
     assert change.advance(room=twice) > 0 and not change.is_late
+    change.move_all()
+    change.finish()
+    train(model, optimizer, 1)
+    assert not wrong_bytes(model), "\n".join(wrong_bytes(model))
+
+
+def test_nothing_waits_for_memory_that_is_being_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepared("device", str(tmp_path), precision="bf16", accumulate=1)
+    train(model, optimizer, 1)
+    may_take = threading.Event()
+    allocator = model.__dict__["_zerostd"].resources.allocator
+    allocate = allocator.allocate_bytes
+
+    def allocating(*arguments: Any) -> Any:
+        assert may_take.wait(60)
+        return allocate(*arguments)
+
+    monkeypatch.setattr(allocator, "allocate_bytes", allocating)
+    change = HomeMove(model.__dict__["_zerostd"], Plan(PLANS["host"]))
+    change.take_ahead()
+    assert change.advance(waits=False) == 0 and not change.is_done
+    train(model, optimizer, 1)
+    may_take.set()
     change.move_all()
     change.finish()
     train(model, optimizer, 1)

@@ -34,7 +34,7 @@ from zerostd.replanning.moving import HomeMove
 from zerostd.replanning.ranking import Ranking
 from zerostd.replanning.room import PassRoom
 from zerostd.replanning.trials import Revision, Trials, is_same
-from zerostd.replanning.watching import EVERY, ClipCounter, Pace, RankReport, StepWatch, worst_of
+from zerostd.replanning.watching import EVERY, NUM_WATCHED, ClipCounter, Pace, RankReport, StepWatch, worst_of
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
@@ -89,7 +89,7 @@ class Adapter(StepObserver):
     def before_backward(self) -> None:
         """Called when a backward pass begins: updates are done, since forward needed the parameters."""
         if self._moving is not None and not self._moving.is_done and not self._has_gradients:
-            self._moving.advance(self.meter.room_now())
+            self._moving.advance(self.meter.room_now(), waits=self.runtime.world.size > 1)
 
     def after_backward(self) -> None:
         """Called when a backward pass has ended, before the first step makes states, which hide what the pass took."""
@@ -116,7 +116,7 @@ class Adapter(StepObserver):
                 self._end_move()
         elif self._watch is not None:
             self._look()
-        elif self._ranking is not None and step % EVERY:
+        elif self._ranking is not None and step % EVERY > NUM_WATCHED:
             self._take_candidates()
         elif self._is_first_look:
             self._begin_watch("the first steps were measured")
@@ -283,20 +283,20 @@ class Adapter(StepObserver):
         if self._ranks_aside:
             self._ranking = self._rank(reason, report, is_aside=True)
         else:
-            self._begin_trials(reason, report, *self._candidates(reason, report))
+            self._begin_trials(reason, report.seen.step_s, *self._candidates(reason, report))
 
     def _take_candidates(self) -> None:
-        """Begin to try candidates, if they were found."""
+        """Begin to try candidates, if they were found. What steps take now counts: they may clip no longer."""
         ranking = self._ranking
         assert ranking is not None
         if ranking.is_done():
             self._ranking = None
+            step_s = max(self.runtime.gatherer.control.collect(self._pace.median_s))
             present, others = ranking.plans()
-            self._begin_trials(ranking.reason, ranking.report, present or self.plan, others)
+            self._begin_trials(ranking.reason, step_s, present or self.plan, others)
 
-    def _begin_trials(self, reason: str, report: RankReport, present: Plan, candidates: Sequence[Plan]) -> None:
-        present = replace(self.plan, predicted=present.predicted)
-        self._trials = Trials(present, candidates, report.seen.step_s, reason)
+    def _begin_trials(self, reason: str, step_s: float, present: Plan, candidates: Sequence[Plan]) -> None:
+        self._trials = Trials(replace(self.plan, predicted=present.predicted), candidates, step_s, reason)
         self._try_next()
 
     def _try_next(self) -> None:

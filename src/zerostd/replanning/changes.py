@@ -54,6 +54,12 @@ class FlatChange:
         return replace(self.wanted, portions=tuple(shard.portion for shard in self.flat.state_shards))
 
     @property
+    def with_gradient_as_now(self) -> FlatPlan:
+        """The new plan, but for the gradient."""
+        assert self.flat.gradient is not None
+        return replace(self.wanted, gradients=self.flat.gradient.tier)
+
+    @property
     def moves_gradient(self) -> bool:
         """Whether its gradient goes to another tier."""
         return self.flat.gradient is not None and self.flat.gradient.tier is not self.wanted.gradients

@@ -178,10 +178,13 @@ class HomeMove:
         self._renew()
 
     @torch.no_grad()
-    def advance(self, room: float = math.inf) -> int:
+    def advance(self, room: float = math.inf, *, waits: bool = True) -> int:
         """Move the groups whose memory was taken, and return the number of bytes. Then take memory for those that are
-        next. Nothing moves that needs more bytes of the device than `room` for a moment."""
+        next. Nothing moves that needs more bytes of the device than `room` for a moment, nor, unless it `waits`, as
+        long as memory is being taken."""
         self._check()
+        if not waits and not self._taken.is_done():
+            return 0
         if not self._next:
             self.take_ahead()
         self.is_late = max((change.num_twice for change in self._next), default=0) > room
@@ -236,7 +239,7 @@ class HomeMove:
         for shard in change.flat.state_shards:
             shard.wait_landed()
         states = take_states(updater, change.flat)
-        give_back = move_flat(change.flat, change.wanted, self._runtime.resources, change.arenas)
+        give_back = move_flat(change.flat, change.with_gradient_as_now, self._runtime.resources, change.arenas)
         replace_states(updater, change.flat, states)
         del states
         self._do_aside(give_back)

@@ -41,7 +41,7 @@ class Ranking:
         self.report = report  # the worst of all ranks
         self._runtime = runtime
         self._search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)  # as it is now
-        self._plans: list[Plan] = []  # the present one as it was observed, and others
+        self._found: list[Plan | Exception] = []  # the present plan as it was observed, and others; or what went wrong
         self._work: Transfer = Done()
         self._worker: Worker | None = None
 
@@ -54,14 +54,14 @@ class Ranking:
         except torch.OutOfMemoryError as error:  # training goes on as it did
             if world.size > 1:
                 raise
-            self._warn(error)
+            self._found.append(error)
             return
 
         if world.rank != 0:
             return
         search: Search = partial(self._search.revise, limits, machine, self.report.seen, speculates=speculates)
         if not is_aside:
-            self._find(search)
+            _find(search, self._found)
             return
         if world.node_size == 1:  # else a thread searches: the ranks of a node are known by its channels
             with no_torch_function():
@@ -69,19 +69,9 @@ class Ranking:
             revise = partial(on_paper.revise, limits, machine, self.report.seen, speculates=speculates)
             search = partial(in_process, revise)
         self._worker = Worker("the search for candidates", world.device)
-        self._work = self._worker.submit(partial(self._find, search))
-
-    def _find(self, search: Search) -> None:
-        try:
-            with no_torch_function():  # the shapes of released parameters are asked for, never their values
-                present, others = search()
-            self._plans = [present, *others]
-        except (PrepareError, OSError, subprocess.SubprocessError) as error:
-            self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        step = self._runtime.backward.passes.num_steps
-        log.warning("the plan is kept after step %d (%s): %s", step, self.reason, error)
+        self._work = self._worker.submit(
+            partial(_find, search, self._found)
+        )  # without the model, which may be released
 
     def is_done(self) -> bool:
         """Return whether the first rank has finished ranking."""
@@ -90,8 +80,23 @@ class Ranking:
     def plans(self) -> tuple[Plan | None, list[Plan]]:
         """Return the present plan as it was observed, and others, the best first; nothing if none fits."""
         self._work.wait()
-        plans: list[Plan] = self._runtime.gatherer.control.collect(self._plans)[0]
+        for error in self._found:
+            if isinstance(error, Exception):
+                step = self._runtime.backward.passes.num_steps
+                log.warning("the plan is kept after step %d (%s): %s", step, self.reason, error)
+        found = [plan for plan in self._found if isinstance(plan, Plan)]
+        plans: list[Plan] = self._runtime.gatherer.control.collect(found)[0]
         return (plans[0], plans[1:]) if plans else (None, [])
+
+
+def _find(search: Search, found: list[Plan | Exception]) -> None:
+    """Add the plans that a search finds, or its error."""
+    try:
+        with no_torch_function():  # the shapes of released parameters are asked for, never their values
+            present, others = search()
+        found += [present, *others]
+    except (PrepareError, OSError, subprocess.SubprocessError) as error:
+        found.append(error)
 
 
 def in_process(search: Search) -> tuple[Plan, list[Plan]]:
