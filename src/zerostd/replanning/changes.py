@@ -64,6 +64,12 @@ class FlatChange:
         """Whether its gradient goes to another tier."""
         return self.flat.gradient is not None and self.flat.gradient.tier is not self.wanted.gradients
 
+    def move_gradient(self) -> None:
+        """Let the new gradient take the place of the old one, which has no values now."""
+        assert self.flat.gradient is not None
+        self.flat.gradient.close()
+        self.flat.gradient = self.gradient
+
     def has_moved(self, *, speculates: bool) -> bool:
         """Return whether parameters and states are as the new plan wants them."""
         if self.flat.rest.tier is not self.wanted.parameters or self.flat.gradient is None:

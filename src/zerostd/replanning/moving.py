@@ -20,11 +20,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from zerostd.engine.runtime import Runtime
+from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.optimizers.states import replace_states, take_states
@@ -67,7 +69,8 @@ class HomeMove:
                     f"{change.wanted.parameters.value}, but they are on the {change.flat.rest.tier.value}: only states "
                     "and gradients can move during training"
                 )
-        self._gradients = [change for change in changes if change.moves_gradient]  # that have yet to move
+        self._gradients = [replace(change) for change in changes if change.moves_gradient]  # that move at once
+        self._next: list[FlatChange] = []  # whose memory is being taken
         self._check()
         held = Counter(runtime.ledger.held)
         held.update({} if self._come_back else gradients_off(changes))
@@ -75,7 +78,6 @@ class HomeMove:
         order, _ = in_order([change.sizes for change in changes], held, plan.limits)
         self._left = [changes[index] for index in order]
         self.is_late = False  # there was no room to move in the last backward
-        self._next: list[FlatChange] = []  # whose memory is being taken
         self._taken: Transfer = Done()
         has_kernels = runtime.world.size > 1 and runtime.world.device.type != "cpu"
         self._is_aside = not has_kernels  # pinning memory while collectives wait for each other can hold them up
@@ -116,19 +118,21 @@ class HomeMove:
             raise MisuseError("the plan cannot change without the optimizer: pass it to prepare")
         has_gradients = any(trained.parameter.grad is not None for trained in runtime.backward.trained)
         has_begun = runtime.gradients.locked is not None  # updates, inside backward
-        if runtime.backward.is_running or (has_gradients and (self._gradients or has_begun)):
+        moves_gradients = any(change.moves_gradient for change in (*self._gradients, *self._next))
+        if runtime.backward.is_running or (has_gradients and (moves_gradients or has_begun)):
             raise MisuseError("the plan cannot change while there are gradients: call optimizer.zero_grad() first")
 
     @property
     def is_done(self) -> bool:
-        """Whether all states have moved: `finish` is next."""
-        return not self._left and not self._next and (self._come_back or not self._gradients)
+        """Whether everything has moved: `finish` is next."""
+        return not self._left and not self._next and not self._gradients
 
     def take_ahead(self) -> None:
-        """Let a thread allocate memory for the flats that move next, up to `most_bytes` or the limits; at least one.
-        Gradients that leave the device come first."""
-        if self._gradients and not self._come_back:
-            self._taken = self._do_aside(self._make_gradients)
+        """Let a thread allocate memory for the flats that move next, up to `most_bytes` or the limits; at least one. Or
+        for all gradients, which come first or last."""
+        if self._gradients and not (self._come_back and self._left):
+            self._next, self._gradients = self._gradients, []
+            self._taken = self._do_aside(partial(_make_gradients, self._next, self._runtime.resources))
             return
         total = 0
         held = Counter(self._runtime.ledger.held)
@@ -162,48 +166,34 @@ class HomeMove:
         while not self.is_done:
             self.advance()
 
-    def _make_gradients(self) -> None:
-        """Take memory off the device for the gradients that move."""
-        for change in self._gradients:
-            change.gradient = make_gradient(change.with_states_as_now, self._runtime.resources)
-
-    def _move_gradients(self) -> None:
-        """Let gradients be where the new plan has them. They have no values now."""
-        for change in self._gradients:
-            assert change.flat.gradient is not None
-            change.flat.gradient.close()
-            change.flat.gradient = change.gradient
-        self._gradients = []
-        self._runtime.resources.staging.empty()  # fewer may pass from now on, or none
-        self._renew()
-
     @torch.no_grad()
     def advance(self, room: float = math.inf, *, waits: bool = True) -> int:
-        """Move the groups whose memory was taken, and return the number of bytes. Then take memory for those that are
-        next. Nothing moves that needs more bytes of the device than `room` for a moment, nor, unless it `waits`, as
-        long as memory is being taken."""
+        """Move the groups whose memory was taken, and return the number of bytes of states. Then take memory for those
+        that are next. Nothing moves that needs more bytes of the device than `room` for a moment, nor, unless it
+        `waits`, as long as memory is being taken."""
         self._check()
         if not waits and not self._taken.is_done():
             return 0
         if not self._next:
             self.take_ahead()
-        self.is_late = max((change.num_twice for change in self._next), default=0) > room
-        if self.is_late:
-            return 0
         begun_s = time.perf_counter()
         self._taken.wait()
-        if self._gradients and not self._come_back:
-            self._move_gradients()
-            self.take_ahead()
+        states = [change for change in self._next if change.gradient is None]  # else gradients are next
+        self.is_late = max((change.num_twice for change in states), default=0) > room
+        if self.is_late:
             return 0
-        moving = self._next
+        for change in self._next:
+            if change.gradient is None:
+                self._move(change)
+            else:
+                change.move_gradient()
+        if not states:
+            self._runtime.resources.staging.empty()  # fewer gradients may pass from now on, or none
         self._next = []
-        for change in moving:
-            self._move(change)
         self._renew()
-        num_bytes = sum(change.num_bytes for change in moving)
+        num_bytes = sum(change.num_bytes for change in states)
         self._byte_s = (time.perf_counter() - begun_s) / num_bytes if num_bytes else 0.0
-        if self._left:
+        if not self.is_done:
             self.take_ahead()
         return num_bytes
 
@@ -217,12 +207,9 @@ class HomeMove:
             self.most_bytes = self._seconds / slowest_s
 
     def finish(self) -> None:
-        """Let groups handle their activations as the new plan says, when all states have moved; before a forward."""
+        """Let groups handle their activations as the new plan says, when everything has moved; before a forward."""
         if self._is_aside:
             self._worker.drain()
-        if self._gradients:
-            self._make_gradients()
-            self._move_gradients()
         if self._ways is not None:
             self._runtime.backward.activations.change(self._ways)
             self._runtime.hooks.renew()
@@ -262,6 +249,12 @@ class HomeMove:
             offload.close()
         runtime.hooks.renew()
         runtime.backward.order_is_learnt = False
+
+
+def _make_gradients(changes: Sequence[FlatChange], resources: Resources) -> None:
+    """Make new gradients, and take memory for those off the device."""
+    for change in changes:
+        change.gradient = make_gradient(change.with_states_as_now, resources)
 
 
 def _spared(way: Way) -> int:
