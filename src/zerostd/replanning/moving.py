@@ -131,7 +131,8 @@ class HomeMove:
         """Let a thread allocate memory for the flats that move next, up to `most_bytes` or the limits; at least one. Or
         for all gradients, which come first or last."""
         if self._gradients and not (self._come_back and self._left):
-            self._next, self._gradients = self._gradients, []
+            self._next = self._gradients
+            self._gradients = []
             self._taken = self._do_aside(partial(_make_gradients, self._next, self._runtime.resources))
             return
         total = 0

@@ -41,7 +41,7 @@ class Ranking:
         self.report = report  # the worst of all ranks
         self._runtime = runtime
         self._search = PlanSearch(runtime.settings, runtime.blueprints, runtime.world)  # as it is now
-        self._found: list[Plan | Exception] = []  # the present plan as it was observed, and others; or what went wrong
+        self._results: list[Plan | Exception] = []  # the present plan as observed, and others; or an error
         self._work: Transfer = Done()
         self._worker: Worker | None = None
 
@@ -54,14 +54,14 @@ class Ranking:
         except torch.OutOfMemoryError as error:  # training goes on as it did
             if world.size > 1:
                 raise
-            self._found.append(error)
+            self._results.append(error)
             return
 
         if world.rank != 0:
             return
         search: Search = partial(self._search.revise, limits, machine, self.report.seen, speculates=speculates)
         if not is_aside:
-            _find(search, self._found)
+            _find(search, self._results)
             return
         if world.node_size == 1:  # else a thread searches: the ranks of a node are known by its channels
             with no_torch_function():
@@ -70,7 +70,7 @@ class Ranking:
             search = partial(in_process, revise)
         self._worker = Worker("the search for candidates", world.device)
         self._work = self._worker.submit(
-            partial(_find, search, self._found)
+            partial(_find, search, self._results)
         )  # without the model, which may be released
 
     def is_done(self) -> bool:
@@ -80,23 +80,23 @@ class Ranking:
     def plans(self) -> tuple[Plan | None, list[Plan]]:
         """Return the present plan as it was observed, and others, the best first; nothing if none fits."""
         self._work.wait()
-        for error in self._found:
+        for error in self._results:
             if isinstance(error, Exception):
                 step = self._runtime.backward.passes.num_steps
                 log.warning("the plan is kept after step %d (%s): %s", step, self.reason, error)
-        found = [plan for plan in self._found if isinstance(plan, Plan)]
-        plans: list[Plan] = self._runtime.gatherer.control.collect(found)[0]
+        mine = [plan for plan in self._results if isinstance(plan, Plan)]
+        plans: list[Plan] = self._runtime.gatherer.control.collect(mine)[0]
         return (plans[0], plans[1:]) if plans else (None, [])
 
 
-def _find(search: Search, found: list[Plan | Exception]) -> None:
-    """Add the plans that a search finds, or its error."""
+def _find(search: Search, results: list[Plan | Exception]) -> None:
+    """Add the plans that a search finds to `results`, or its error."""
     try:
         with no_torch_function():  # the shapes of released parameters are asked for, never their values
             present, others = search()
-        found += [present, *others]
+        results += [present, *others]
     except (PrepareError, OSError, subprocess.SubprocessError) as error:
-        found.append(error)
+        results.append(error)
 
 
 def in_process(search: Search) -> tuple[Plan, list[Plan]]:
