@@ -335,6 +335,21 @@ def test_a_search_that_fails_in_its_process_keeps_the_plan(
 
 
 @pytest.mark.usefixtures("settled")
+def test_a_peak_that_the_plan_does_not_explain_is_looked_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as that of one step: each look is a search, for which the step waits."""
+    model, optimizer = prepared(Plan({"*": HOST}, limits={**LIMITS, Tier.DEVICE: 64 * MIB}), str(tmp_path), FEW)
+    adapter_of(model).meter._budget = 64 * MIB
+    train(model, optimizer, EVERY + 1)
+    model.__dict__["_zerostd"].ledger.most[Tier.DEVICE] = 65 * MIB
+    with caplog.at_level(logging.INFO, "zerostd"):
+        train(model, optimizer, 4 * EVERY)
+    assert caplog.text.count("by its own account it fits") == 1
+    assert adapter_of(model).revisions == []
+
+
+@pytest.mark.usefixtures("settled")
 def test_memory_that_others_take_is_given_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,56 @@ def test_a_plan_like_the_one_that_was_seen_takes_what_was_seen(way: Way) -> None
     plan = Plan({"*": Homes()}, activations={"*": way.in_plan})
     assert meter.activations_of(plan, profile) == meter.seen
     zerostd.release(model)
+
+
+class Allocator:
+    """torch's allocator, as far as it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak = 0
+        self.reserved = 0
+        self.num_emptied = 0
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: self.reserved)
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: self.begin(0))
+        monkeypatch.setattr(torch.accelerator, "empty_cache", self.empty)
+
+    def begin(self, peak: int) -> None:
+        self.peak = peak
+
+    def empty(self) -> None:
+        self.num_emptied += 1
+
+
+@pytest.fixture
+def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DeviceMeter, Allocator]]:
+    model, _ = zerostd.prepare(nn.Sequential(nn.Linear(WIDTH, WIDTH)), groups=["*"])
+    meter = DeviceMeter(model.__dict__["_zerostd"])
+    meter.has_allocator = True
+    yield meter, Allocator(monkeypatch)
+    zerostd.release(model)
+
+
+def test_a_peak_that_a_loop_resets_is_remembered(metered: tuple[DeviceMeter, Allocator]) -> None:
+    """Loops that report the peak of each step reset it, and activations would look like nothing."""
+    meter, allocator = metered
+    allocator.begin(10 << 20)
+    meter.note_pass(is_first=False)
+    allocator.begin(1 << 20)
+    assert meter.peak() == 10 << 20
+    beside = meter.activation_bytes()
+    assert beside is not None and beside > 9 << 20
+    meter.reset()
+    assert meter.peak() == 0
+
+
+def test_cached_memory_is_given_back_if_much_of_it_is_unused(metered: tuple[DeviceMeter, Allocator]) -> None:
+    meter, allocator = metered
+    allocator.begin(1000)
+    for reserved, times in ((1000, 0), (1200, 0), (1300, 1)):
+        allocator.reserved = reserved
+        meter.give_surplus_back()
+        assert allocator.num_emptied == times
 
 
 class Allocating(DeviceMeter):

@@ -369,14 +369,13 @@ class Adapter(StepObserver):
             more = int((self.meter.activation_bytes() or 0) + missing)
             report = replace(report, seen=replace(report.seen, activation_bytes=more))
         present, candidates = self._candidates(reason, report)
-        self._trials = None
-        self._ranking = None
-        self._watch = None
+        self._trials = self._ranking = self._watch = None
         self.meter.watch_model(is_on=False)
         if not candidates:
             return False
         if all(present.predicted.total(tier) <= limit for tier, limit in self.meter.limits(report.room).items()):
             log.info("the plan is kept after step %d: by its own account it fits (%s)", self._pace.step, reason)
+            self.meter.reset()  # a peak of one step, or of a trial, is looked at once
             return True
         plan = candidates[0]
         plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))
