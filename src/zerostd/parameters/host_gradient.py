@@ -107,17 +107,21 @@ class HostGradient(Gradient):
         self.allocator.host.free(tensor)
 
     def reserve(self) -> None:
-        """Allocate host memory and staging now: pinning memory in the middle of a step would delay the step."""
-        num_bytes = self._kept().nbytes
+        """Allocate host memory now: pinning memory in the middle of a step would delay the step. From any thread."""
+        self._kept()
+
+    def reserve_landing(self) -> None:
+        """Let staging be large enough for this gradient."""
         if self.staging is not None:
-            self.staging.reserve([num_bytes] * NUM_STAGING, self.allocator.device, self.allocator.ledger)
+            sizes = [self._kept().nbytes] * NUM_STAGING
+            self.staging.reserve(sizes, self.allocator.device, self.allocator.ledger)
 
     def open_landing(self, *, accumulate: bool) -> torch.Tensor:
         """Return memory on the device to land in; with `accumulate` it holds the gradient already."""
         rest = super().open_landing(accumulate=accumulate)
         if self.staging is None:
             return rest
-        self.staging.reserve([rest.nbytes] * NUM_STAGING, self.allocator.device, self.allocator.ledger)
+        self.reserve_landing()
         self._landing, buffer, free = self.staging.take(rest.numel(), rest.dtype)
         free.wait()
         if accumulate:  # in the stream of gradients: in `up` it would hold up parameters

@@ -51,6 +51,8 @@ def make_flat(plan: FlatPlan, resources: Resources, value_of: ValueOf) -> Flat:
         flat.secondary = SecondaryShard(plan.secondary_numel, plan.dtype, resources.node_wires)
     if plan.is_trained:
         flat.gradient = make_gradient(plan, resources)
+        if isinstance(flat.gradient, HostGradient):
+            flat.gradient.reserve_landing()
     return flat
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zerostd.engine.runtime import Runtime
+from zerostd.engine.runtime import Resources, Runtime
 from zerostd.engine.settings import Settings
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.blueprints import sizes_of
@@ -16,7 +16,7 @@ from zerostd.parameters.state_shard import StateShard
 from zerostd.planning import Plan
 from zerostd.policy import Kind, Tier
 from zerostd.preparing.accounting import staging_bytes
-from zerostd.preparing.groups import Arenas
+from zerostd.preparing.groups import Arenas, make_gradient
 from zerostd.preparing.homes import FlatPlan, plan_flats
 from zerostd.preparing.options import check_world, rules_for
 from zerostd.sharding import Portion
@@ -24,13 +24,14 @@ from zerostd.sharding import Portion
 
 @dataclass(eq=False)
 class FlatChange:
-    """A flat that moves."""
+    """A flat whose states, or whose gradient, moves."""
 
     group: Group
     flat: Flat
     before: FlatPlan
     wanted: FlatPlan
     arenas: Arenas = field(default_factory=dict)  # its memory off the device, once that is taken
+    moves_states: bool = True  # else its gradient
     gradient: Gradient | None = None  # the new one, once it is made
 
     @property
@@ -64,8 +65,14 @@ class FlatChange:
         """Whether its gradient goes to another tier."""
         return self.flat.gradient is not None and self.flat.gradient.tier is not self.wanted.gradients
 
-    def move_gradient(self) -> None:
+    def make_gradient(self, resources: Resources) -> None:
+        """Make the new gradient, if it is not made yet."""
+        if self.gradient is None:
+            self.gradient = make_gradient(self.with_states_as_now, resources)
+
+    def move_gradient(self, resources: Resources) -> None:
         """Let the new gradient take the place of the old one, which has no values now."""
+        self.make_gradient(resources)
         assert self.flat.gradient is not None
         self.flat.gradient.close()
         self.flat.gradient = self.gradient

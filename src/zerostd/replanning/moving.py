@@ -33,7 +33,7 @@ from zerostd.optimizers.states import replace_states, take_states
 from zerostd.planning import Plan
 from zerostd.policy import Tier, Way
 from zerostd.preparing.building import begin_backward_updates, make_offload_updater
-from zerostd.preparing.groups import make_gradient, move_flat, reserve_states
+from zerostd.preparing.groups import move_flat, reserve_states
 from zerostd.preparing.options import ways_for
 from zerostd.replanning.changes import FlatChange, find_changes, gradients_off, in_order, obeying, speculates
 from zerostd.tiers import Done, Transfer, Worker
@@ -69,7 +69,7 @@ class HomeMove:
                     f"{change.wanted.parameters.value}, but they are on the {change.flat.rest.tier.value}: only states "
                     "and gradients can move during training"
                 )
-        self._gradients = [replace(change) for change in changes if change.moves_gradient]  # that move at once
+        self._gradients = [replace(each, moves_states=False) for each in changes if each.moves_gradient]  # at once
         self._next: list[FlatChange] = []  # whose memory is being taken
         self._check()
         held = Counter(runtime.ledger.held)
@@ -179,16 +179,15 @@ class HomeMove:
             self.take_ahead()
         begun_s = time.perf_counter()
         self._taken.wait()
-        states = [change for change in self._next if change.gradient is None]  # else gradients are next
+        states = [change for change in self._next if change.moves_states]
         self.is_late = max((change.num_twice for change in states), default=0) > room
         if self.is_late:
             return 0
-        for change in self._next:
-            if change.gradient is None:
-                self._move(change)
-            else:
-                change.move_gradient()
+        for change in states:
+            self._move(change)
         if not states:
+            for change in self._next:
+                change.move_gradient(self._runtime.resources)
             self._runtime.resources.staging.empty()  # fewer gradients may pass from now on, or none
         self._next = []
         self._renew()
@@ -253,9 +252,10 @@ class HomeMove:
 
 
 def _make_gradients(changes: Sequence[FlatChange], resources: Resources) -> None:
-    """Make new gradients, and take memory for those off the device."""
+    """Make new gradients, beside a step: not those on disk, whose windows the step uses."""
     for change in changes:
-        change.gradient = make_gradient(change.with_states_as_now, resources)
+        if change.wanted.gradients is not Tier.DISK:
+            change.make_gradient(resources)
 
 
 def _spared(way: Way) -> int:
