@@ -156,6 +156,9 @@ def touches(rank: int, stage: int) -> list[str]:
         same(f"{name}.full_tensor()", parameter.full_tensor(), value)
         same(f"{name}.norm()", parameter.norm(), value.norm())
         same(f"{name}.detach()", parameter.detach(), value)
+        same(f"{name}.expand_as(itself)", parameter.expand_as(parameter), value)
+        if parameter.expand_as(parameter).grad_fn is None:
+            failures.append(f"rank {rank}, stage {stage}: a view of {name} does not lead to its gradient")
         same(f"{name}.to_local()", parameter.to_local().norm() ** 2 * 0 + 1, torch.tensor(1.0))
         same(f"{name}.grad.clone()", parameter.grad.clone(), gradients[name])
         same(f"{name}.grad.norm()", parameter.grad.norm(), gradients[name].norm())

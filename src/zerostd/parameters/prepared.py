@@ -276,6 +276,8 @@ class ReleasedParameter(PreparedParameter, Lender):
         values = self.source.read()
         if not (isinstance(self, ReleasedParameter) and torch.is_grad_enabled()):
             return super().expand_as(self)
+        if in_transform():
+            return self.stand_in(values)
         with self.as_leaf(), no_torch_function():  # a view of torch's own, whose node lives as long as anyone has it
             released = get_data(self)
             set_data(self, values)
@@ -314,6 +316,9 @@ class ReleasedDTensor(ReleasedParameter):
     def _brought(self) -> Any:
         values = self.source.access.read(self)
         return self.stand_in(values) if isinstance(self, ReleasedDTensor) else self
+
+    def _seen_by_autograd(self) -> Any:
+        return self._brought()
 
     @property
     def data(self) -> torch.Tensor:
