@@ -37,6 +37,7 @@ from zerostd.tiers.debug import poison
 TILE_NUMEL = 8 << 20
 NUM_SLOTS = 4
 FEW = 4  # tiles that a shard is cut into if one tile could hold it
+COARSE = 8  # parts of a tile, in whole numbers of which tiles are longer or shorter
 MORE = 0.25  # of a tile, that tiles are longer so that no short one is left: each takes the host as long to launch
 LEAST = 1 << 16
 Column = torch.dtype | Moment  # how a master or a state is kept
@@ -78,7 +79,8 @@ def tile_numel(most: int, stretches: Iterable[Portion | StateShard], unit: int =
     longest = max((stretch.numel for stretch in stretches), default=0)
     if longest >= most:
         number = max(1, math.ceil(longest / most - MORE))
-        return -(-longest // (number * unit)) * unit
+        coarse = math.ceil(most / COARSE / unit) * unit  # else slots would be replaced whenever shares move a little
+        return math.ceil(longest / number / coarse) * coarse
     shorter = min(longest, max(LEAST, -(-longest // FEW)))
     return min(most, -(-shorter // unit) * unit)
 
