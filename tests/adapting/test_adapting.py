@@ -350,6 +350,20 @@ def test_a_peak_that_the_plan_does_not_explain_is_looked_at_once(
 
 
 @pytest.mark.usefixtures("settled")
+def test_a_peak_of_every_step_is_not_searched_for_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = prepared(Plan({"*": HOST}, limits={**LIMITS, Tier.DEVICE: 64 * MIB}), str(tmp_path), FEW)
+    meter = adapter_of(model).meter
+    meter._budget = 64 * MIB
+    train(model, optimizer, EVERY + 1)
+    monkeypatch.setattr(meter, "peak", lambda: 65 * MIB)
+    with caplog.at_level(logging.INFO, "zerostd"):
+        train(model, optimizer, 12 * EVERY)
+    assert caplog.text.count("by its own account it fits") == 2
+
+
+@pytest.mark.usefixtures("settled")
 def test_memory_that_others_take_is_given_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

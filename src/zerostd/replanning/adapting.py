@@ -251,10 +251,10 @@ class Adapter(StepObserver):
 
     def _shortage(self, report: RankReport, *, only_short: bool) -> str:
         """Return why room has to be made; empty if there is enough."""
-        if report.why_short:
-            return report.why_short
-        if only_short or self._pace.step < self._next_room:
+        if not only_short and self._pace.step < self._next_room:
             return ""
+        if report.why_short or only_short:
+            return report.why_short
         if report.why_grown:
             return report.why_grown
         taken = [tier for tier, room in report.room.items() if self.meter.needs(tier) > (1 - MARGIN / 2) * room]
@@ -375,7 +375,8 @@ class Adapter(StepObserver):
             return False
         if all(present.predicted.total(tier) <= limit for tier, limit in self.meter.limits(report.room).items()):
             log.info("the plan is kept after step %d: by its own account it fits (%s)", self._pace.step, reason)
-            self.meter.reset()  # a peak of one step, or of a trial, is looked at once
+            self.meter.reset()  # a peak of one step, or of a trial, is looked at once,
+            self._next_room = self._pace.step + 10 * EVERY  # and one of every step is not searched for all the time
             return True
         plan = candidates[0]
         plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))
