@@ -12,7 +12,6 @@ user's optimizer on the device, as for resident states: the same bits. States th
 one kernel updates them.
 """
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +36,6 @@ from zerostd.tiers.debug import poison
 TILE_NUMEL = 8 << 20
 NUM_SLOTS = 4
 FEW = 4  # tiles that a shard is cut into if one tile could hold it
-COARSE = 8  # parts of a tile, in whole numbers of which tiles are longer or shorter
-MORE = 0.25  # of a tile, that tiles are longer so that no short one is left: each takes the host as long to launch
 LEAST = 1 << 16
 Column = torch.dtype | Moment  # how a master or a state is kept
 GRADIENT = "(gradient)"  # in a slot, beside master and states: as the update reads it
@@ -74,13 +71,11 @@ class StagingSlot:
 
 
 def tile_numel(most: int, stretches: Iterable[Portion | StateShard], unit: int = UNIT) -> int:
-    """Return the elements of a tile: about `most`, such that the longest stretch is cut evenly. Fewer where that would
-    be one tile, so that buffers stay small beside what they serve. 0 if there is none."""
+    """Return the elements of a tile: `most`, or fewer where that would be one tile for the longest stretch, so that
+    buffers stay small beside what they serve. 0 if there is none."""
     longest = max((stretch.numel for stretch in stretches), default=0)
     if longest >= most:
-        number = max(1, math.ceil(longest / most - MORE))
-        coarse = math.ceil(most / COARSE / unit) * unit  # else slots would be replaced whenever shares move a little
-        return math.ceil(longest / number / coarse) * coarse
+        return most
     shorter = min(longest, max(LEAST, -(-longest // FEW)))
     return min(most, -(-shorter // unit) * unit)
 

@@ -221,7 +221,7 @@ class Adapter(StepObserver):
         if self._trials is not None:
             self._trials.record(self.plan, report.seen.step_s, report.why_short)
             self._try_next()
-        elif not report.why_short or not self._revise(report.why_short, report):
+        elif not (shortage := self._shortage(report, only_short=False)) or not self._revise(shortage, report):
             self._try(reason, report)
 
     def _check(self, *, only_short: bool = False) -> None:
