@@ -350,7 +350,7 @@ def test_a_peak_that_the_plan_does_not_explain_is_looked_at_once(
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_peak_of_every_step_is_not_searched_for_all_the_time(
+def test_a_peak_of_every_step_is_looked_at_again_only_if_it_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = prepared(Plan({"*": HOST}, limits={**LIMITS, Tier.DEVICE: 64 * MIB}), str(tmp_path), FEW)
@@ -359,7 +359,10 @@ def test_a_peak_of_every_step_is_not_searched_for_all_the_time(
     train(model, optimizer, EVERY + 1)
     monkeypatch.setattr(meter, "peak", lambda: 65 * MIB)
     with caplog.at_level(logging.INFO, "zerostd"):
-        train(model, optimizer, 12 * EVERY)
+        train(model, optimizer, 4 * EVERY)
+        assert caplog.text.count("by its own account it fits") == 1
+        monkeypatch.setattr(meter, "peak", lambda: 67 * MIB)
+        train(model, optimizer, 4 * EVERY)
     assert caplog.text.count("by its own account it fits") == 2
 
 

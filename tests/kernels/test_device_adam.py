@@ -5,13 +5,9 @@ tests/gpu/test_one_pass_adam.py has the same on a device. Without triton this is
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
+
+from support.interpreted import compare_interpreted
 
 
 def compare() -> None:
@@ -30,9 +26,4 @@ def compare() -> None:
 
 
 def test_the_numbers_of_a_step_are_the_same_on_host_and_device() -> None:
-    pytest.importorskip("triton")
-    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent), *sys.path]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    program = "import test_device_adam; test_device_adam.compare()"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    compare_interpreted(__file__)

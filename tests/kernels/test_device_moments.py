@@ -6,15 +6,11 @@ process of its own. Without triton this is skipped.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 
+from support.interpreted import compare_interpreted
 from support.moments import arrays, assert_same_arrays, numbers
 from zerostd.kernels import MOMENT_CODECS, Adam, update
 from zerostd.kernels.moments import Numbers
@@ -44,9 +40,4 @@ def compare() -> None:
 
 
 def test_the_interpreted_kernel_has_the_bits_of_the_cpu() -> None:
-    pytest.importorskip("triton")
-    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent), *sys.path]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    program = "import test_device_moments; test_device_moments.compare()"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    compare_interpreted(__file__)

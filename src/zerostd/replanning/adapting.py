@@ -221,7 +221,7 @@ class Adapter(StepObserver):
         if self._trials is not None:
             self._trials.record(self.plan, report.seen.step_s, report.why_short)
             self._try_next()
-        elif not (shortage := self._shortage(report, only_short=False)) or not self._revise(shortage, report):
+        elif not report.why_short or not self._revise(report.why_short, report):
             self._try(reason, report)
 
     def _check(self, *, only_short: bool = False) -> None:
@@ -251,10 +251,10 @@ class Adapter(StepObserver):
 
     def _shortage(self, report: RankReport, *, only_short: bool) -> str:
         """Return why room has to be made; empty if there is enough."""
-        if not only_short and self._pace.step < self._next_room:
-            return ""
-        if report.why_short or only_short:
+        if report.why_short:
             return report.why_short
+        if only_short or self._pace.step < self._next_room:
+            return ""
         if report.why_grown:
             return report.why_grown
         taken = [tier for tier, room in report.room.items() if self.meter.needs(tier) > (1 - MARGIN / 2) * room]
@@ -375,8 +375,7 @@ class Adapter(StepObserver):
             return False
         if all(present.predicted.total(tier) <= limit for tier, limit in self.meter.limits(report.room).items()):
             log.info("the plan is kept after step %d: by its own account it fits (%s)", self._pace.step, reason)
-            self.meter.reset()  # a peak of one step, or of a trial, is looked at once,
-            self._next_room = self._pace.step + 10 * EVERY  # and one of every step is not searched for all the time
+            self.meter.accept_peak()  # each search for its reason takes a second or two of a step
             return True
         plan = candidates[0]
         plan = replace(plan, notes=(*plan.notes, f"Revised after step {self._pace.step}: {reason}."))

@@ -20,6 +20,7 @@ from zerostd.planning.demands import NUM_BUFFERS
 from zerostd.policy import Tier, Way, parse_bytes
 from zerostd.preparing.budgets import MARGIN
 
+HARDLY = 1.01  # times a peak: steps of one plan differ by as much
 SURPLUS = 1.25  # times the most bytes that were allocated at once
 
 
@@ -41,6 +42,7 @@ class DeviceMeter:
         self._most_read = 0  # bytes that were allocated at once, when the allocator was last asked
         self._most_noted = 0  # the same while the model was watched
         self._beside = 0  # the most of them that were not the model's
+        self._accepted: tuple[Plan | None, int] = (None, 0)  # a plan, and the peak that it has for no known reason
 
     def now(self) -> int:
         """Return the bytes that are allocated now."""
@@ -85,9 +87,16 @@ class DeviceMeter:
         self._num_short = self._read_num_short()
         if self._num_short > before:
             return "the device ran out of memory"
-        if self._budget is not None and self.peak() > self._budget:
+        plan, most = self._accepted
+        most = most if plan is self._runtime.settings.plan else 0
+        if self._budget is not None and self.peak() > max(self._budget, most):
             return f"the device held {size_text(self.peak())}, more than its budget of {size_text(self._budget)}"
         return ""
+
+    def accept_peak(self) -> None:
+        """Do not report this peak again while the plan stays, or one that is hardly higher. Measure from here on."""
+        self._accepted = (self._runtime.settings.plan, int(HARDLY * self.peak()))
+        self.reset()
 
     def missing(self, otherwise: float) -> float:
         """Return the bytes by which the peak passed the user's limit; if it did not, `otherwise`."""
@@ -181,8 +190,8 @@ class DeviceMeter:
             self._beside = max(self._beside, peak - self._ledger.held[Tier.DEVICE])
 
     def late_bytes(self) -> int:
-        """Return the bytes of activations that the peak hides: so many bytes of the model were not on the device when
-        activations were largest, in the steps that were watched."""
+        """Return how many bytes of activations the peak does not show, in the steps that were watched. Activations are
+        largest before all gradients have come, so as many bytes of the model are not on the device at that moment."""
         return max(0, self._beside - max(0, self.peak() - self._ledger.most[Tier.DEVICE]))
 
     def activation_bytes(self) -> int | None:

@@ -1,18 +1,19 @@
 """Another plan during training: in each step, states of a few groups move to other homes, so no step waits for
 gigabytes. Parameters do not move. No value changes by a bit.
 
-    beginning     gradients that leave the device have left: between steps there are none. A thread allocates memory off
-                  the device for the groups that move first
+    beginning     gradients go to their new tiers, if the device then holds fewer bytes of them. A thread allocates
+                  memory off the device for the groups that move first
     each step     their states go straight from the old place to the new one. The thread frees the old memory, and
                   allocates for the groups that move next: as many as the measured rate allows
-    end           gradients come back to the device, and groups handle their activations as the new plan says
+    end           gradients go to their new tiers, if they have not yet. Groups handle their activations as the new plan
+                  says
 
 A good moment is the beginning of backward. Forward has needed all parameters, so their updates are done, and nothing
 has to be waited for. Before a forward, a group's update may not even have begun. But while a group moves, its states
 are on the device twice. If there is no room for that beside activations, it moves before the next forward.
 
-All gradients move at once: those of some groups on the device, and buffers for those of others, can take more of it
-than either plan.
+All gradients move at once, between two steps, when they have no values. If they moved group by group, the device would
+hold gradients of some groups and buffers for those of others: more than under either plan.
 """
 
 from __future__ import annotations
