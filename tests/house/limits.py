@@ -13,7 +13,7 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 39_274  # 22,941 with the first release alone; docs/log.md of 2026-11-19 says what the others are for
+MOST_LINES = 39_276  # 22,941 with the first release alone; docs/log.md of 2026-11-19 says what the others are for
 MOST_LINES_IN_CORE = 18_226  # 8,801 then
 MOST_CLASSES = 302  # 202 then
 

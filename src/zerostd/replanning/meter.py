@@ -19,6 +19,7 @@ from zerostd.planning import ModelProfile, Plan
 from zerostd.planning.demands import NUM_BUFFERS
 from zerostd.policy import Tier, Way, parse_bytes
 from zerostd.preparing.budgets import MARGIN
+from zerostd.replanning.trials import is_same
 
 HARDLY = 1.01  # times a peak: steps of one plan differ by as much
 SURPLUS = 1.25  # times the most bytes that were allocated at once
@@ -88,7 +89,8 @@ class DeviceMeter:
         if self._num_short > before:
             return "the device ran out of memory"
         plan, most = self._accepted
-        most = most if plan is self._runtime.settings.plan else 0
+        present = self._runtime.settings.plan
+        most = most if plan is not None and present is not None and is_same(plan, present) else 0
         if self._budget is not None and self.peak() > max(self._budget, most):
             return f"the device held {size_text(self.peak())}, more than its budget of {size_text(self._budget)}"
         return ""
