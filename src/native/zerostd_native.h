@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ZS_ABI_VERSION 11
+#define ZS_ABI_VERSION 12
 
 #if defined(__GNUC__)
 #define ZS_EXPORT __attribute__((visibility("default")))
@@ -144,6 +144,65 @@ ZS_EXPORT int32_t zs_crc32_pages(const void* data, int64_t num_bytes, int64_t pa
 
 // Copies num_bytes to a place that nobody reads soon, past the caches. The two places must not overlap.
 ZS_EXPORT int32_t zs_copy_past_caches(const void* from, int64_t num_bytes, void* to);
+
+// -- Tiles of arrays that a kernel of a device changes --
+//
+// An array of `count` elements passes through slots of the device, tile by tile: copies up, a kernel, copies beside it in
+// its stream, copies down. Before a slot takes a tile, the calling thread waits until what was in it is home; it has no
+// other wait. Functions, streams and events are the driver's handles. Everything is one 64-bit word, so that Python can
+// write it as one array.
+#define ZS_DEVICE_SLOTS 4
+enum zs_device_kind { ZS_DEVICE_NUMBER = 0, ZS_DEVICE_COUNT = 1, ZS_DEVICE_ARRAY = 2 };
+
+// moves == 0: the tile is at addresses[slot]. Otherwise addresses[0] is the array's first element, and each `unit` elements
+// take unit_bytes, the last ones too if they are fewer; a tile is then a multiple of unit.
+struct zs_device_array {
+  uint64_t addresses[ZS_DEVICE_SLOTS];
+  int64_t moves;
+  int64_t unit;
+  int64_t unit_bytes;
+};
+
+struct zs_device_copy {
+  struct zs_device_array source;  // it says how many bytes are copied
+  struct zs_device_array target;
+};
+
+// Of a kernel: a number of up to 8 bytes as it is, the elements of the tile, or the address of an array.
+struct zs_device_parameter {
+  int64_t kind;
+  uint64_t number;
+  struct zs_device_array array;
+};
+
+struct zs_device_tiles {
+  int64_t count;
+  int64_t tile;        // elements of one
+  int64_t first_slot;  // the following tiles go around
+  int64_t num_up;
+  int64_t num_beside;
+  int64_t num_down;
+  int64_t num_parameters;     // 64 at most
+  uint64_t function;
+  int64_t per_program;        // elements
+  int64_t threads;            // of a program
+  int64_t shared_bytes;
+  uint64_t streams[3];                     // up, update, down
+  uint64_t events[ZS_DEVICE_SLOTS][3];     // of each slot: it is up, updated, home; the last one was recorded before
+  const struct zs_device_copy* copies;     // up, beside the kernel, down
+  const struct zs_device_parameter* parameters;
+};
+
+// The functions of the driver in this library, such as libcuda.so.1; NULL if it is missing or lacks one. Never closed.
+typedef struct zs_driver zs_driver;
+ZS_EXPORT zs_driver* zs_open_driver(const char* library);
+
+// The bytes of each parameter of a kernel, up to `most` of them; returns how many.
+ZS_EXPORT int32_t zs_driver_parameters(const zs_driver* driver, uint64_t function, int64_t* sizes, int64_t most);
+
+// Queues all tiles. Returns 0, the driver's error, or -ZS_BAD_ARGUMENT; after an error some may have been queued.
+ZS_EXPORT int32_t zs_queue_tiles(const zs_driver* driver, const struct zs_device_tiles* tiles);
+ZS_EXPORT const char* zs_driver_error(const zs_driver* driver, int32_t error);
 
 #ifdef __cplusplus
 }

@@ -9,12 +9,14 @@ that depend on it are made there, else on the host: the same bits, and a launch 
 import functools
 import math
 import struct
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zerostd.kernels.device_tiles import COUNT, KernelCall, compiled_call
 from zerostd.kernels.rules import Adam, Split
 
 BLOCK = 1024  # elements of a program
@@ -85,8 +87,25 @@ def adam(
     """Update the master's halves and the states in place, for the step that `step` counts; the upper half goes to
     `high`. `rule.step` is ignored."""
     numel = gradient.numel()
-    if not numel:
-        return
+    if numel:
+        arguments, constants = _arguments(rule, step, gradient, factor, master, high, states)
+        _adam[(triton.cdiv(numel, BLOCK),)](*arguments.values(), **constants)
+
+
+def call(
+    rule: Adam, step: Tensor, gradient: Tensor, factor: Tensor | None, master: Split, high: Tensor, states: list[Tensor]
+) -> KernelCall | None:
+    """Return what `adam` would launch, for native code; None if that cannot launch it. `step` is on the host."""
+    arguments, constants = _arguments(rule, step, gradient, factor, master, high, states)
+    kernel = _adam.warmup(*arguments.values(), grid=(1,), **constants)
+    address = gradient.data_ptr() if factor is None else factor.data_ptr()
+    return compiled_call(kernel, {**arguments, "factor": address, "numel": COUNT}, BLOCK)
+
+
+def _arguments(
+    rule: Adam, step: Tensor, gradient: Tensor, factor: Tensor | None, master: Split, high: Tensor, states: list[Tensor]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the kernel by name and in order, and its constants."""
     lr = _as_float(rule.lr)
     is_counted = step.device.type == "cpu"
     rate = root = 0.0
@@ -96,20 +115,34 @@ def adam(
     else:
         numbers = torch.empty(2, dtype=torch.float32, device=gradient.device)
         _numbers[(1,)](step, numbers, lr, rule.lr - lr, BETA1=rule.beta1, BETA2=rule.beta2)
-    _adam[(triton.cdiv(numel, BLOCK),)](
-        *(gradient, gradient if factor is None else factor),
-        *(master.high.view(torch.int16), master.low, high.view(torch.int16), *states, numbers),
-        *(numel, rate, root),
-        1 - rule.lr * rule.weight_decay if rule.decoupled else rule.weight_decay,
-        *(1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps),
-        COUNTED=is_counted,
-        FACTOR=factor is not None,
-        MAXIMIZE=rule.maximize,
-        COUPLED=rule.weight_decay != 0 and not rule.decoupled,
-        DECOUPLED=rule.weight_decay != 0 and rule.decoupled,
-        BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )
+    arguments = {
+        "gradient": gradient,
+        "factor": gradient if factor is None else factor,
+        "high": master.high.view(torch.int16),
+        "low": master.low,
+        "new_high": high.view(torch.int16),
+        "averages": states[0],
+        "squares": states[1],
+        "numbers": numbers,
+        "numel": gradient.numel(),
+        "rate": rate,
+        "root": root,
+        "decay": 1 - rule.lr * rule.weight_decay if rule.decoupled else rule.weight_decay,
+        "new_part": 1 - rule.beta1,
+        "old_square": rule.beta2,
+        "new_square": 1 - rule.beta2,
+        "eps": rule.eps,
+    }
+    constants = {
+        "COUNTED": is_counted,
+        "FACTOR": factor is not None,
+        "MAXIMIZE": rule.maximize,
+        "COUPLED": rule.weight_decay != 0 and not rule.decoupled,
+        "DECOUPLED": rule.weight_decay != 0 and rule.decoupled,
+        "BLOCK": BLOCK,
+        "enable_fp_fusion": False,
+    }
+    return arguments, constants
 
 
 @functools.lru_cache(maxsize=16)

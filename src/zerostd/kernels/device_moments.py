@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zerostd.kernels.device_tiles import COUNT, KernelCall, compiled_call
 from zerostd.kernels.rules import Adam, Split, UpdateArguments
 
 BLOCK = 64
@@ -157,31 +158,51 @@ def _update(  # type: ignore[no-untyped-def]
 
 def update(step: UpdateArguments, numbers: tuple[float, ...]) -> None:
     """Take a step with these numbers: those of `moments.Numbers`."""
-    rule = step.rule
     numel = step.gradient.numel()
+    if numel:
+        arguments, constants = _arguments(step, numbers)
+        _update[(triton.cdiv(numel, BLOCK * BLOCKS.value),)](*arguments.values(), **constants)
+
+
+def call(step: UpdateArguments, numbers: tuple[float, ...]) -> KernelCall | None:
+    """Return what `update` would launch, for native code; None if that cannot launch it."""
+    arguments, constants = _arguments(step, numbers)
+    kernel = _update.warmup(*arguments.values(), grid=(1,), **constants)
+    address = arguments["factor"].data_ptr()
+    return compiled_call(kernel, {**arguments, "factor": address, "numel": COUNT}, BLOCK * BLOCKS.value)
+
+
+def _arguments(step: UpdateArguments, numbers: tuple[float, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the kernel by name and in order, and its constants."""
+    rule = step.rule
     assert isinstance(rule, Adam)
-    if not numel:
-        return
     is_split = isinstance(step.source[0], Split)
     has_factor = isinstance(step.factor, Tensor) or step.factor != 1.0
     factor = step.factor
     if not isinstance(factor, Tensor):
         factor = step.gradient.new_full((), factor, dtype=torch.float32) if has_factor else step.gradient
-    _update[(triton.cdiv(numel, BLOCK * BLOCKS.value),)](
-        *(step.gradient, factor, *_arrays(step.source), *_arrays(step.target)),
-        step.gradient if step.weight is None else step.weight,
-        numel,
-        rule.key - (rule.key >> 31 << 32),  # signed
-        *numbers,
-        FACTOR=has_factor,
-        MAXIMIZE=rule.maximize,
-        COUPLED=rule.weight_decay != 0 and not rule.decoupled,
-        DECOUPLED=rule.weight_decay != 0 and rule.decoupled,
-        SPLIT=is_split,
-        WEIGHT=step.weight is not None,
-        BF16=step.coded_dtype is torch.bfloat16,
-        enable_fp_fusion=False,
-    )
+    arrays = ("master", "low", "averages", "squares")
+    arguments = {
+        "gradient": step.gradient,
+        "factor": factor,
+        **dict(zip(arrays, _arrays(step.source), strict=True)),
+        **dict(zip((f"new_{name}" for name in arrays), _arrays(step.target), strict=True)),
+        "weight": step.gradient if step.weight is None else step.weight,
+        "numel": step.gradient.numel(),
+        "key": rule.key - (rule.key >> 31 << 32),  # signed
+        **dict(zip(("decay", "new_part", "old_part", "square_part", "rate", "eps"), numbers, strict=True)),
+    }
+    constants = {
+        "FACTOR": has_factor,
+        "MAXIMIZE": rule.maximize,
+        "COUPLED": rule.weight_decay != 0 and not rule.decoupled,
+        "DECOUPLED": rule.weight_decay != 0 and rule.decoupled,
+        "SPLIT": is_split,
+        "WEIGHT": step.weight is not None,
+        "BF16": step.coded_dtype is torch.bfloat16,
+        "enable_fp_fusion": False,
+    }
+    return arguments, constants
 
 
 def _arrays(arrays: tuple[Any, ...]) -> list[Tensor]:

@@ -26,6 +26,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from zerostd.kernels.device_tiles import KernelCall
 from zerostd.kernels.rules import Adam, Split, UpdateArguments, join, split, tried
 
 TILE = 1 << 20  # numbers coded at once by torch, whose temporaries are fp32
@@ -205,6 +206,15 @@ def update(step: UpdateArguments) -> None:
     numel = step.gradient.numel()
     for start in range(0, numel, TILE):
         _update_tile(step, slice(start, min(numel, start + TILE)))
+
+
+def moments_call(step: UpdateArguments) -> KernelCall | None:
+    """Return the kernel that `update` would launch on a device, for native code; None if that cannot launch it."""
+    on_device = _device_moments(step.gradient.device.type)
+    if on_device is None:
+        return None
+    call: KernelCall | None = on_device.call(step, Numbers.of(cast(Adam, step.rule)))
+    return call
 
 
 def _update_tile(step: UpdateArguments, tile: slice) -> None:

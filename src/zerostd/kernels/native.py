@@ -7,6 +7,7 @@ of `src/native/zerostd_native.h`.
 import ctypes
 import functools
 import warnings
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from zerostd.kernels.rules import Adagrad, Adam, Rule, Sgd, Split, UpdateArguments
 
 LIBRARY = Path(__file__).with_name("libzerostd_native.so")
-ABI_VERSION = 11
+ABI_VERSION = 12
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODECS = {None: 0, torch.uint8: 1, torch.bfloat16: 2}  # by the dtype of coded states
 ADAM, SGD, ADAGRAD = range(3)
@@ -73,7 +74,13 @@ SIGNATURES = {
     ),
     "zs_crc32_pages": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
     "zs_copy_past_caches": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+    "zs_open_driver": (ctypes.c_char_p,),
+    "zs_driver_parameters": (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64),
+    "zs_driver_error": (ctypes.c_void_p, ctypes.c_int32),
+    "zs_queue_tiles": (ctypes.c_void_p, ctypes.c_void_p),
 }
+RESULTS = {"zs_open_driver": ctypes.c_void_p, "zs_driver_error": ctypes.c_char_p}  # of the others: a status
+MOST_PARAMETERS = 64  # of a kernel on a device
 
 
 @functools.cache
@@ -94,7 +101,7 @@ def load() -> ctypes.CDLL | None:
         return None
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
-        function.restype = ctypes.c_int32
+        function.restype = RESULTS.get(name, ctypes.c_int32)
         function.argtypes = arguments
     return library
 
@@ -278,6 +285,31 @@ def crc32_pages(tensor: Tensor, page_bytes: int, out: Tensor) -> None:
 def copy_past_caches(source: Tensor, target: Tensor) -> None:
     """See `zerostd.kernels.copy_past_caches`."""
     _call("zs_copy_past_caches", source.data_ptr(), source.nbytes, target.data_ptr())
+
+
+def open_driver(library: str) -> int | None:
+    """Return the functions of a device's driver; None if it is missing, or the native library is."""
+    loaded = load()
+    return None if loaded is None else loaded.zs_open_driver(library.encode())
+
+
+def driver_parameters(driver: int, function: int) -> list[int]:
+    """Return the bytes of each parameter of a kernel."""
+    sizes = (ctypes.c_int64 * MOST_PARAMETERS)()
+    library = load()
+    assert library is not None
+    return sizes[: library.zs_driver_parameters(driver, function, sizes, MOST_PARAMETERS)]
+
+
+def queue_tiles(driver: int, words: "array[int]") -> None:
+    """Queue the tiles of a `struct zs_device_tiles`, given as its words."""
+    library = load()
+    assert library is not None
+    status = library.zs_queue_tiles(driver, words.buffer_info()[0])
+    if status > 0:
+        name = library.zs_driver_error(driver, status).decode()
+        raise RuntimeError(f"the device's driver refused a copy or a launch of a tile: {name} (error {status})")
+    assert status == 0, f"zs_queue_tiles: status {status}"
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -23,17 +23,11 @@ from torch.optim import Optimizer
 
 from zerostd import kernels
 from zerostd.errors import MisuseError
-from zerostd.kernels import Rule, Split, column_bytes
+from zerostd.kernels import NUM_SLOTS, Rule, Split, column_bytes
 from zerostd.optimizers.elementwise import clone_optimizer, coded_rule, native_rule, next_scalars, update_by_clone
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask
-from zerostd.optimizers.streamed_updater import (
-    NUM_SLOTS,
-    Column,
-    StagingSlot,
-    StreamedUpdater,
-    tile_numel,
-    widest_dtypes,
-)
+from zerostd.optimizers.staging import Column, StagingSlot, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import StreamedUpdater
 from zerostd.parameters import Flat
 from zerostd.parameters.gradient import HostGradientCopy
 from zerostd.parameters.host_gradient import UP

@@ -20,7 +20,7 @@ from torch import nn
 
 from zerostd.compat import move_step_hooks, plain_step
 from zerostd.errors import MisuseError, PrepareError
-from zerostd.kernels import Adagrad, Adam, Rule, Sgd, Split, adam_on
+from zerostd.kernels import Adagrad, Adam, KernelCall, Rule, Sgd, Split, adam_on
 from zerostd.optimizers.spans import Options, ScalarStates, StepOptions, Tensors, UpdateSpan, copy_values
 from zerostd.parameters.state_shard import MASTER
 
@@ -171,6 +171,17 @@ class DeviceUpdate:
         kernel = adam_on(gradient.device.type)
         assert kernel is not None
         kernel.adam(self.rule, self.step, gradient, factor, master, high, self.states)
+
+    def call(
+        self, gradient: torch.Tensor, factor: torch.Tensor | None, master: Split, high: torch.Tensor
+    ) -> KernelCall | None:
+        """Count the step, and return what `make` would launch, for native code; None if that cannot launch it."""
+        self.step.add_(1)
+        kernel = adam_on(gradient.device.type)
+        if kernel is None or self.step.device.type != "cpu":
+            return None
+        call: KernelCall | None = kernel.call(self.rule, self.step, gradient, factor, master, high, self.states)
+        return call
 
 
 def device_update(

@@ -13,7 +13,7 @@ one kernel updates them.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,84 +21,49 @@ import torch
 from torch.optim import Optimizer
 
 from zerostd import kernels
-from zerostd.kernels import Moment, Rule, Split, column_bytes
-from zerostd.optimizers.elementwise import clone_optimizer, coded_rule, device_update, next_scalars, update_by_clone
+from zerostd.compat import is_profiling
+from zerostd.kernels import (
+    NUM_SLOTS,
+    KernelCall,
+    Moment,
+    Rule,
+    Split,
+    TileMoves,
+    TileQueue,
+    UpdateArguments,
+    column_bytes,
+    device_driver,
+    stream_handle,
+)
+from zerostd.optimizers.elementwise import (
+    DeviceUpdate,
+    clone_optimizer,
+    coded_rule,
+    device_update,
+    next_scalars,
+    update_by_clone,
+)
 from zerostd.optimizers.spans import ScalarStates, Tensors, UpdateTask, copy_values
+from zerostd.optimizers.staging import (
+    Column,
+    StagingSlot,
+    TileUpdate,
+    copy_pairs,
+    staged_dtypes,
+    widest_dtypes,
+)
 from zerostd.parameters.gradient import DOWN
 from zerostd.parameters.host_gradient import UP
 from zerostd.parameters.state_shard import HIGH, LOW, MASTER, OF_MASTER, StateShard, kept_as
-from zerostd.policy import Kind, Tier
-from zerostd.sharding import Portion
-from zerostd.sharding.layout import UNIT
+from zerostd.policy import Kind
 from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
-from zerostd.tiers.debug import poison
+from zerostd.tiers.debug import DEBUG, poison
+from zerostd.tiers.transfer import StreamEvent
 
 TILE_NUMEL = 8 << 20
-NUM_SLOTS = 4
-FEW = 4  # tiles that a shard is cut into if one tile could hold it
-LEAST = 1 << 16
-Column = torch.dtype | Moment  # how a master or a state is kept
+ALIGNED = 16  # elements: a tile that native code queues has a multiple of them
 GRADIENT = "(gradient)"  # in a slot, beside master and states: as the update reads it
 LANDING = "(landing)"  # likewise: gradients that come from the host, and parameters that go there
-
-
-@dataclass(eq=False)
-class StagingSlot:
-    """Memory that states pass through, for one tile, and what is on its way in and out."""
-
-    memory: Tensors  # bytes, by name
-    reads: list[Transfer] = field(default_factory=list)
-    writes: list[Transfer] = field(default_factory=list)
-    task: UpdateTask | None = None  # whose tile is in it: what it reads and writes must stay as long
-    block: slice = field(default_factory=lambda: slice(0, 0))  # from disk: what it holds of the task's shard
-
-    def wait_writes(self) -> None:
-        """Return when nothing is on its way out."""
-        for write in self.writes:
-            write.synchronize()
-        for memory in self.memory.values() if self.writes else ():
-            if memory.device.type == "cpu":  # on a device it is poisoned in the stream
-                poison(memory)
-        self.writes.clear()
-
-    def views(self, columns: Mapping[str, Column], numel: int) -> Tensors:
-        """Return the memory as tensors of this many numbers, coded or not."""
-        return {name: self.view(name, column, numel) for name, column in columns.items()}
-
-    def view(self, name: str, column: Column, numel: int) -> torch.Tensor:
-        memory = self.memory[name][: column_bytes(column, numel)]
-        return memory.view(column.dtype if isinstance(column, Moment) else column)
-
-
-def tile_numel(most: int, stretches: Iterable[Portion | StateShard], unit: int = UNIT) -> int:
-    """Return the elements of a tile: `most`, or fewer where that would be one tile for the longest stretch, so that
-    buffers stay small beside what they serve. 0 if there is none."""
-    longest = max((stretch.numel for stretch in stretches), default=0)
-    if longest >= most:
-        return most
-    shorter = min(longest, max(LEAST, -(-longest // FEW)))
-    return min(most, -(-shorter // unit) * unit)
-
-
-def widest_dtypes(many: Iterable[Mapping[str, Column]]) -> dict[str, Column]:
-    """Return the widest dtype of each name; what is coded is so everywhere."""
-    dtypes: dict[str, Column] = {}
-    for columns in many:
-        for name, dtype in columns.items():
-            known = dtypes.get(name, dtype)
-            if not isinstance(known, Moment) and not isinstance(dtype, Moment):
-                dtype = torch.promote_types(known, dtype)
-            dtypes[name] = dtype
-    return dtypes
-
-
-def staged_dtypes(shard: StateShard, device: torch.device) -> dict[str, Column]:
-    """Return the dtypes of what passes through a slot of the device: all but upper halves that are there."""
-    return {
-        name: kept_as(tensor)
-        for name, tensor in shard.tensors.items()
-        if name != HIGH or not (device.type == "cpu" or tensor.tier is Tier.DEVICE)
-    }
 
 
 @dataclass(eq=False)
@@ -126,6 +91,27 @@ class StreamedUpdater:
         # Joined masters of the tile that is updated; tiles are updated one after the other
         self._masters = torch.empty(_joined_numel(dtypes, self.tile_numel), dtype=torch.float32, device=self.device)
         self.ledger.enter(Kind.BUFFERS, self.buffer_bytes(dtypes, self.tile_numel))
+        self._tiles = self._make_queue(dtypes)
+
+    def _make_queue(self, columns: Mapping[str, Column]) -> TileQueue | None:
+        """Return what queues tiles by native code; None: torch's operations do."""
+        handle = device_driver(self.device.type)
+        if handle is None or DEBUG & {"poison", "checksums"}:
+            return None
+        streams = [self.streams.up.stream, self.streams.update.stream, self.streams.down.stream]
+        on_device = [stream for stream in streams if stream is not None]
+        events = []
+        for slot in self._slots:
+            moments = [StreamEvent(stream, self.device) for stream in on_device]
+            slot.moments = moments
+            events.append([moment.event.event_id for moment in moments])
+        memories = [slot.memory for slot in self._slots]
+        units = {
+            column.dtype: (column.block, column.num_bytes(column.block))
+            for column in columns.values()
+            if isinstance(column, Moment)
+        }
+        return TileQueue(handle, [stream_handle(stream) for stream in on_device], events, memories, units)
 
     @staticmethod
     def buffer_bytes(dtypes: Mapping[str, Column], tile_numel: int) -> int:
@@ -154,20 +140,116 @@ class StreamedUpdater:
             rule = coded_rule(self.inner, task.options.param_groups[span.param_group], span.scalars)
             task = replace(task, rule=rule)
             span.keep(next_scalars(rule, span.scalars), is_speculative=task.is_speculative)
-        return task.submit(self.worker, self._do, self.tile_numel)
+        return task.submit(self.worker, self._do, self.tile_numel * (1 if self._tiles is None else NUM_SLOTS))
 
     # In the thread
 
-    def _do(self, task: UpdateTask, tile: slice) -> None:
+    def _do(self, task: UpdateTask, part: slice) -> None:
         begun = time.perf_counter()
         span = task.span
-        source, target = task.tensors_of(tile)
-        scalars, landed = self.update_tile(task, tile, source, target, after=span.shard.landed)
-        if tile.stop == span.numel:
+        after = span.shard.landed
+        start, scalars, landed = self._queue(task, part, after)
+        for first in range(start, part.stop, self.tile_numel):
+            tile = slice(first, min(part.stop, first + self.tile_numel))
+            source, target = task.tensors_of(tile)
+            scalars, landed = self.update_tile(task, tile, source, target, after=after)
+        if part.stop == span.numel:
             span.shard.landed = landed
             if task.rule is None:
                 span.keep(scalars, is_speculative=task.is_speculative)
         self.busy_s += time.perf_counter() - begun
+
+    def _queue(self, task: UpdateTask, part: slice, after: Transfer) -> tuple[int, ScalarStates, Transfer]:
+        """Queue the tiles of a part by native code, if it can. Returns the element after them, and as `update_tile`
+        does."""
+        last = (part.stop - part.start) % self.tile_numel
+        stop = part.stop - (last if last % ALIGNED else 0)
+        if self._tiles is None or stop == part.start or self.ledger.events.wants(task.step) or is_profiling():
+            return part.start, {}, after
+        part = slice(part.start, stop)
+        source, target = task.tensors_of(part)
+        first = (self._turn + 1) % NUM_SLOTS
+        update = self._layout(task, part, source, target, self._slots[first])
+        call, scalars = self._call(task, {**source, **update.tensors}, update)
+        if call is None or not self._tiles.takes(update.moves, call):
+            return part.start, {}, after
+        num_tiles = -(-(part.stop - part.start) // self.tile_numel)
+        used = [self._slots[(first + number) % NUM_SLOTS] for number in range(num_tiles)]
+        for slot in used:
+            if slot.writes and slot.writes[0] is not slot.moments[-1]:
+                slot.wait_writes()
+        self._wait_gradient(task)
+        with self.streams.up.after(after):
+            pass
+        with self.streams.update.after(task.ready):
+            pass
+        for slot in used:
+            slot.task = task
+            slot.writes[:] = slot.moments[-1:]
+        self._tiles.queue(update.moves, call, part.stop - part.start, self.tile_numel, first)
+        self._turn = (self._turn + num_tiles) % NUM_SLOTS
+        landed = self.streams.down.record_event()
+        task.transfer.event = self.streams.update.record_event() if update.is_shown else landed
+        return stop, scalars, landed
+
+    def _call(self, task: UpdateTask, tensors: Tensors, update: TileUpdate) -> tuple[KernelCall | None, ScalarStates]:
+        """Return the one kernel that makes this update, if there is one, and the scalar states after it."""
+        if task.rule is not None:
+            arguments = coded_arguments(task.rule, update.incoming, tensors, update.rounded, task.options.factor)
+            return kernels.moments_call(arguments), {}
+        states = {name: tensor for name, tensor in tensors.items() if name not in OF_MASTER}
+        one_pass, scalars = self._one_pass(task, states, is_split=LOW in tensors)
+        if one_pass is None:
+            return None, {}
+        assert update.rounded is not None
+        master = Split(tensors[HIGH], tensors[LOW])
+        return one_pass.call(update.incoming, task.options.factor, master, update.rounded), scalars
+
+    def _one_pass(
+        self, task: UpdateTask, states: Tensors, *, is_split: bool
+    ) -> tuple[DeviceUpdate | None, ScalarStates]:
+        """Return the update of a split master in one pass, if there is one, and the scalar states that it counts in."""
+        if not is_split or task.span.scalars is None:
+            return None, {}
+        scalars = copy_values(task.span.scalars)
+        options = task.options.param_groups[task.span.param_group]
+        return device_update(self.inner, options, {**scalars, **states}, self.device), scalars
+
+    def _wait_gradient(self, task: UpdateTask) -> None:
+        """Wait for a gradient on the host here, lest the stream wait with everything behind it."""
+        if task.gradient.device != self.device:
+            task.ready.synchronize()
+
+    def _layout(self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, slot: StagingSlot) -> TileUpdate:
+        """Return the update of a tile that passes through a slot. If the tile is longer than the slot, it is cut into
+        tiles that do so one after the other."""
+        numel = min(tile.stop - tile.start, self.tile_numel)
+        moved = {name: tensor for name, tensor in source.items() if name != HIGH or tensor.device != self.device}
+        staged = {}
+        for name, tensor in moved.items():
+            size = min(tensor.nbytes, column_bytes(kept_as(task.source[name]), self.tile_numel))
+            staged[name] = slot.memory[name][:size].view(tensor.dtype)
+        moves = TileMoves(down=[(tensor, target[name]) for name, tensor in staged.items()])
+        for name, tensor in moved.items():
+            if task.span.scalars is not None or name in OF_MASTER or task.rule is not None:
+                moves.up.append((tensor, staged[name]))
+        incoming = task.gradient[tile]
+        weights = None if task.weights is None else task.weights[tile]
+        shown = weights if weights is not None or HIGH in staged else target.get(HIGH)  # new parameters, when done
+        is_shown = shown is not None and shown.device == self.device
+        rounded = weights if is_shown or weights is None else slot.view(LANDING, weights.dtype, numel)
+        if LOW in staged:
+            rounded = staged.get(HIGH, target[HIGH])
+        if incoming.device != self.device:
+            moves.up.append((incoming, slot.view(LANDING, incoming.dtype, numel)))
+            incoming = moves.up[-1][1]
+        if weights is not None and rounded is not None and weights is not rounded:
+            if is_shown:
+                moves.beside.append((rounded, weights))
+            else:
+                moves.down.insert(0, (rounded, weights))
+        num_bytes = sum(tensor.nbytes for tensor in moved.values())
+        return TileUpdate(staged, incoming, rounded, is_shown, moves, num_bytes)
 
     def update_tile(
         self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, *, after: Transfer
@@ -178,47 +260,29 @@ class StreamedUpdater:
         slot = self._slots[self._turn]
         slot.wait_writes()
         slot.task = task
-        numel = tile.stop - tile.start
-        moved = {name: tensor for name, tensor in source.items() if name != HIGH or tensor.device != self.device}
-        staged = {name: slot.memory[name][: tensor.nbytes].view(tensor.dtype) for name, tensor in moved.items()}
-        incoming = task.gradient[tile]
-        weights = None if task.weights is None else task.weights[tile]
-        shown = weights if weights is not None or HIGH in staged else target.get(HIGH)  # new parameters, when done
-        is_on_device = shown is not None and shown.device == self.device
-        rounded = weights if is_on_device or weights is None else slot.view(LANDING, weights.dtype, numel)
-        if LOW in staged:
-            rounded = staged.get(HIGH, target[HIGH])
-        if incoming.device != self.device:
-            task.ready.synchronize()  # here, lest the stream wait with everything behind it
+        update = self._layout(task, tile, source, target, slot)
+        self._wait_gradient(task)
         within = partial(
             self.ledger.events.within,
             group=task.group.name,
-            num_bytes=sum(tensor.nbytes for tensor in moved.values()),
+            num_bytes=update.num_bytes,
             device=self.device,
             step=task.step,
         )
         with self.streams.up.after(after), within("transfer", "up", way=UP):
-            for name, tensor in moved.items():
-                if task.span.scalars is not None or name in OF_MASTER or task.rule is not None:
-                    staged[name].copy_(tensor, non_blocking=True)
-            if incoming.device != self.device:
-                incoming = slot.view(LANDING, incoming.dtype, numel).copy_(incoming, non_blocking=True)
+            copy_pairs(update.moves.up)
             up = self.streams.up.record_event()
         with self.streams.update.after(up, task.ready), within("update", "update"):
-            scalars = self._compute(task, {**source, **staged}, incoming, rounded, slot)
-            if weights is not None and rounded is not None and is_on_device and weights is not rounded:
-                weights.copy_(rounded)
+            scalars = self._compute(task, {**source, **update.tensors}, update.incoming, update.rounded, slot)
+            copy_pairs(update.moves.beside)
             updated = self.streams.update.record_event()
         with self.streams.down.after(updated), within("transfer", "down", way=DOWN):
-            if weights is not None and rounded is not None and not is_on_device:
-                weights.copy_(rounded, non_blocking=True)
-            for name, tensor in staged.items():
-                target[name].copy_(tensor, non_blocking=True)
+            copy_pairs(update.moves.down)
             for memory in slot.memory.values():
                 poison(memory)
             landed = self.streams.down.record_event()
         slot.writes.append(landed)
-        task.transfer.event = updated if is_on_device else landed
+        task.transfer.event = updated if update.is_shown else landed
         return scalars, landed
 
     def _compute(
@@ -236,14 +300,11 @@ class StreamedUpdater:
             update_coded(task.rule, incoming, tensors, rounded, task.options.factor)
             return {}
         states = {name: tensor for name, tensor in tensors.items() if name not in OF_MASTER}
-        if is_split and task.span.scalars is not None:
-            scalars = copy_values(task.span.scalars)
-            options = task.options.param_groups[task.span.param_group]
-            update = device_update(self.inner, options, {**scalars, **states}, self.device)
-            if update is not None:
-                assert rounded is not None
-                update.make(incoming, task.options.factor, Split(tensors[HIGH], tensors[LOW]), rounded)
-                return scalars
+        one_pass, scalars = self._one_pass(task, states, is_split=is_split)
+        if one_pass is not None:
+            assert rounded is not None
+            one_pass.make(incoming, task.options.factor, Split(tensors[HIGH], tensors[LOW]), rounded)
+            return scalars
         master = self._masters[: incoming.numel()] if is_split else tensors[MASTER]
         gradient = slot.view(GRADIENT, master.dtype, incoming.numel()).copy_(incoming)
         if task.options.factor is not None:
@@ -269,18 +330,22 @@ def update_coded(
 ) -> None:
     """Update a master and coded states in place, on their device. New parameters go to `weight`; that of a split master
     is the upper half."""
+    step = coded_arguments(rule, gradient, tensors, weight, factor)
+    kernels.update(
+        rule, gradient, step.source, step.target, factor=step.factor, weight=step.weight, num_threads=num_threads
+    )
+
+
+def coded_arguments(
+    rule: Rule, gradient: torch.Tensor, tensors: Tensors, weight: torch.Tensor | None, factor: torch.Tensor | None
+) -> UpdateArguments:
+    """Return the arguments of an update of coded states in place."""
     master: torch.Tensor | Split = Split(tensors[HIGH], tensors[LOW]) if LOW in tensors else tensors[MASTER]
     states = [tensors[name] for name in rule.state_names]
     target = master if weight is None or not isinstance(master, Split) else Split(weight, master.low)
-    kernels.update(
-        rule,
-        gradient,
-        (master, *states),
-        (target, *states),
-        factor=1.0 if factor is None else factor,
-        weight=None if isinstance(master, Split) else weight,
-        num_threads=num_threads,
-    )
+    shown = None if isinstance(master, Split) else weight
+    factor_or_one = 1.0 if factor is None else factor
+    return UpdateArguments(rule, gradient, factor_or_one, (master, *states), (target, *states), shown)
 
 
 def _slot_dtypes(dtypes: Mapping[str, Column]) -> dict[str, Column]:

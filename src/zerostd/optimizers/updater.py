@@ -18,21 +18,15 @@ from torch.optim import Optimizer
 
 from zerostd.compat import no_torch_function
 from zerostd.errors import MisuseError
-from zerostd.kernels import column_bytes
+from zerostd.kernels import NUM_SLOTS, column_bytes
 from zerostd.monitoring import Ledger
 from zerostd.optimizers import cpu_updater, streamed_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater, disk_unit, dtypes_on_disk
 from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.resident_updater import ResidentUpdater
 from zerostd.optimizers.spans import StepOptions, UpdateSpans, UpdateTask, snapshot
-from zerostd.optimizers.streamed_updater import (
-    NUM_SLOTS,
-    Column,
-    StreamedUpdater,
-    staged_dtypes,
-    tile_numel,
-    widest_dtypes,
-)
+from zerostd.optimizers.staging import Column, staged_dtypes, tile_numel, widest_dtypes
+from zerostd.optimizers.streamed_updater import StreamedUpdater
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.prepared import GRAD
 from zerostd.policy import Kind, Route, Tier

@@ -73,21 +73,21 @@ class StreamEvent(Transfer):
 
     def __init__(self, stream: torch.Stream, device: torch.device) -> None:
         self._device = device
-        self._event = torch.Event(device, blocking=True)  # a thread that waits sleeps; else it keeps a core busy
-        self._event.record(stream)
+        self.event = torch.Event(device, blocking=True)  # a thread that waits sleeps; else it keeps a core busy
+        self.event.record(stream)
 
     def wait(self) -> None:
         """Let later work in the current stream wait for the event; the host continues."""
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self.event)
 
     def is_done(self) -> bool:
         return True  # `wait` never holds the host
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     def has_arrived(self) -> bool:
-        return self._event.query()
+        return self.event.query()
 
 
 class Stream:
