@@ -191,14 +191,14 @@ def _to_device(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.to(DEVICE, torch.bfloat16) if leaf.is_floating_point() else leaf.to(DEVICE)
 
 
-def train(model: torch.nn.Module, optimizer: Any, batch: Any, steps: int) -> tuple[list[float], int]:
-    """Return the seconds of each step, from end to end, and the most bytes of the device. The loop is at most a step
-    ahead of the device."""
+def train(model: torch.nn.Module, optimizer: Any, batch: Any, steps: int) -> tuple[list[float], list[int]]:
+    """Return the seconds of each step, from end to end, and the most bytes of the device up to its end. The loop is at
+    most a step ahead of the device."""
     is_cuda = DEVICE == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     ends = [_now()]
-    peak = 0
+    peaks = []
     for _ in range(steps):
         loss_of(call(model, batch)).backward()
         optimizer.step()
@@ -206,12 +206,12 @@ def train(model: torch.nn.Module, optimizer: Any, batch: Any, steps: int) -> tup
         ends.append(_now())
         if is_cuda:
             ends[-2].synchronize()
-            peak = max(peak, torch.cuda.max_memory_allocated())  # the meter of a plan resets it between steps
+            peaks.append(torch.cuda.max_memory_allocated())  # the meter of a plan resets it between steps
     if is_cuda:
         torch.cuda.synchronize()
         seconds = [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(ends)]
-        return seconds, peak
-    return [ended - begun for begun, ended in pairwise(ends)], 0
+        return seconds, peaks
+    return [ended - begun for begun, ended in pairwise(ends)], [0] * steps
 
 
 def _now() -> Any:
@@ -228,8 +228,8 @@ def plain(model: torch.nn.Module, batch: Any, steps: int) -> Record:
     everything = zerostd.Placement()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=DEVICE == "cuda")
     _, prepared = zerostd.prepare(model, optimizer, placement=everything, precision="bf16", accumulate=1)
-    seconds, peak = train(model, prepared, batch, steps)
-    return {"step_s": statistics.median(seconds[steps // 2 :]), "peak_bytes": peak, "size": size}
+    seconds, peaks = train(model, prepared, batch, steps)
+    return {"step_s": statistics.median(seconds[steps // 2 :]), "peak_bytes": max(peaks), "size": size}
 
 
 def planned(
@@ -250,13 +250,13 @@ def planned(
     prepared_s = time.perf_counter() - begun - planned_s
     runtime = model.__dict__["_zerostd"]
     adapter = next((each for each in runtime.observers if isinstance(each, Adapter)), None)
-    seconds, peak = train(model, prepared, batch, 4 if toy else FIRST)
+    seconds, peaks = train(model, prepared, batch, 4 if toy else FIRST)
     end = time.perf_counter() + MOST_S
     while adapter is not None and adapter.is_busy and time.perf_counter() < end:
-        more, more_peak = train(model, prepared, batch, 1 if toy else 5)
+        more, more_peaks = train(model, prepared, batch, 1 if toy else 5)
         seconds += more
-        peak = max(peak, more_peak)
-    last, last_peak = train(model, prepared, batch, 4 if toy else LAST)
+        peaks += more_peaks
+    last, last_peaks = train(model, prepared, batch, 4 if toy else LAST)
     norm = getattr(prepared, "grad_norm", None)
     obeyed = runtime.settings.plan
     return {
@@ -266,8 +266,9 @@ def planned(
         "predicted_s": None if plan is None else plan.predicted.step_s,
         "predicted_bytes": None if plan is None else plan.predicted.total(Tier.DEVICE),
         "first_plan": None if plan is None else [name_of(plan), plan.explain()],
-        "peak_bytes": max(peak, last_peak),
-        "last_peak_bytes": last_peak,
+        "peak_bytes": max(*peaks, *last_peaks),
+        "last_peak_bytes": max(last_peaks),
+        "peaks": [round(each / GIB, 3) for each in [*peaks, *last_peaks]],  # GiB
         "step_s": statistics.median(last),
         "slowest_s": max([*seconds[2:], *last]),
         "seconds": [round(each, 4) for each in [*seconds, *last]],
@@ -309,8 +310,8 @@ def by_hand(row: Record, budget: int, clip: float | None, *, toy: bool) -> Recor
                 model, optimizer, placement=zerostd.Placement(**placement), precision="bf16", accumulate=1,
                 max_grad_norm=clip,
             )  # fmt: skip
-            seconds, peak = train(model, prepared, batch, 3 if toy else BY_HAND_STEPS)
-            tried.append([placement, statistics.median(seconds[2:]), peak])
+            seconds, peaks = train(model, prepared, batch, 3 if toy else BY_HAND_STEPS)
+            tried.append([placement, statistics.median(seconds[2:]), max(peaks)])
             zerostd.release(model)
         except (zerostd.PrepareError, torch.OutOfMemoryError) as error:
             tried.append([placement, None, str(error).splitlines()[0]])

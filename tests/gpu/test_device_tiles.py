@@ -36,12 +36,18 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def train(
-    placement: Placement, clip: float | None = None, steps: int = 6, *, width: int = WIDTH, **options: Any
+    placement: Placement,
+    clip: float | None = None,
+    steps: int = 6,
+    *,
+    width: int = WIDTH,
+    fused: bool | None = None,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(4))
     model: Any = nn.Sequential(*blocks).to("cuda", torch.bfloat16)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
     model, optimizer = zerostd.prepare(
         model, optimizer, precision="bf16", accumulate=1, max_grad_norm=clip, placement=placement, groups=["*"],
         **options,
@@ -69,6 +75,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch, work: Callable[[], dict[str, torch
 
 CASES = {
     "states": (Placement(optimizer_states="host", cpu_share=0.0), {}),
+    "a fused optimizer": (Placement(optimizer_states="host", cpu_share=0.0), {"fused": True}),
     "clipped": (Placement(optimizer_states="host", cpu_share=0.0), {"clip": 0.05}),
     "speculating": (Placement(optimizer_states="host", cpu_share=0.0, speculate=True), {"clip": 0.3}),
     "half by the CPU": (Placement(optimizer_states="host", cpu_share=0.5), {}),
@@ -95,14 +102,16 @@ def test_the_bits_are_those_of_tiles_that_torch_queues(
     expected = by_torch(monkeypatch, lambda: train(placement, **options))
     assert not queued
     values = train(placement, **options)
-    assert queued
+    assert queued or options.get("width") == ODD  # where one tile takes a whole span
     assert values.keys() == expected.keys()
     for name, value in values.items():
         assert torch.equal(value, expected[name]), name
 
 
-def test_all_tiles_but_those_of_the_first_step_are_queued(queued: list[int]) -> None:
-    train(Placement(optimizer_states="host", cpu_share=0.0), steps=5)
+@pytest.mark.parametrize("fused", [None, True])
+def test_all_tiles_but_those_of_the_first_step_are_queued(fused: bool | None, queued: list[int]) -> None:
+    """A fused optimizer makes its count of steps on the device; it is kept on the host from the second step on."""
+    train(Placement(optimizer_states="host", cpu_share=0.0), steps=5, fused=fused)
     size = 4 * (WIDTH * WIDTH + 3 * WIDTH)
     assert sum(queued) == 4 * size
 

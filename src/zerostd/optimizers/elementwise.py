@@ -245,7 +245,10 @@ def update_by_clone(
     clone.param_groups = [group]
     clone.state = defaultdict(dict)
     if span.scalars is not None:
-        clone.state[parameter] = {**copy_values(span.scalars), **long_states}
+        scalars = copy_values(span.scalars)
+        if group.get("fused") or group.get("capturable"):  # then torch wants the count of steps beside the parameter
+            scalars = {k: v.to(parameter.device) if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
+        clone.state[parameter] = {**scalars, **long_states}
     plain_step(clone)
     parameter.grad = None
     if is_captured:

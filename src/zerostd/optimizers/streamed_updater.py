@@ -60,7 +60,10 @@ from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
 from zerostd.tiers.debug import DEBUG, poison
 from zerostd.tiers.transfer import StreamEvent
 
-TILE_NUMEL = 8 << 20
+# A copy of the device's computation waits for that of a tile, and so does a model that asks for a number: tiles are as
+# short as the link allows. Torch's optimizer takes longer to launch, so its tiles are longer.
+TILE_NUMEL = 2 << 20
+TILE_NUMEL_BY_TORCH = 8 << 20
 ALIGNED = 16  # elements: a tile that native code queues has a multiple of them
 GRADIENT = "(gradient)"  # in a slot, beside master and states: as the update reads it
 LANDING = "(landing)"  # likewise: gradients that come from the host, and parameters that go there
@@ -211,6 +214,10 @@ class StreamedUpdater:
         """Return the update of a split master in one pass, if there is one, and the scalar states that it counts in."""
         if not is_split or task.span.scalars is None:
             return None, {}
+        count = task.span.scalars.get("step")
+        if isinstance(count, torch.Tensor) and count.device.type != "cpu":  # as a fused optimizer has made it
+            with self.streams.update.after():
+                task.span.scalars = {**task.span.scalars, "step": count.cpu()}
         scalars = copy_values(task.span.scalars)
         options = task.options.param_groups[task.span.param_group]
         return device_update(self.inner, options, {**scalars, **states}, self.device), scalars
@@ -346,6 +353,11 @@ def coded_arguments(
     shown = None if isinstance(master, Split) else weight
     factor_or_one = 1.0 if factor is None else factor
     return UpdateArguments(rule, gradient, factor_or_one, (master, *states), (target, *states), shown)
+
+
+def most_numel(columns: Mapping[str, Column]) -> int:
+    """Return the elements of a tile at most, where these are staged."""
+    return TILE_NUMEL if LOW in columns or _is_coded(columns) else TILE_NUMEL_BY_TORCH
 
 
 def _slot_dtypes(dtypes: Mapping[str, Column]) -> dict[str, Column]:

@@ -20,13 +20,13 @@ from zerostd.compat import no_torch_function
 from zerostd.errors import MisuseError
 from zerostd.kernels import NUM_SLOTS, column_bytes
 from zerostd.monitoring import Ledger
-from zerostd.optimizers import cpu_updater, streamed_updater
+from zerostd.optimizers import cpu_updater
 from zerostd.optimizers.cpu_updater import CpuUpdater, DiskUpdater, disk_unit, dtypes_on_disk
 from zerostd.optimizers.elementwise import written_options
 from zerostd.optimizers.resident_updater import ResidentUpdater
 from zerostd.optimizers.spans import StepOptions, UpdateSpans, UpdateTask, snapshot
 from zerostd.optimizers.staging import Column, staged_dtypes, tile_numel, widest_dtypes
-from zerostd.optimizers.streamed_updater import StreamedUpdater
+from zerostd.optimizers.streamed_updater import StreamedUpdater, most_numel
 from zerostd.parameters import Flat, Group
 from zerostd.parameters.prepared import GRAD
 from zerostd.policy import Kind, Route, Tier
@@ -74,12 +74,13 @@ class OffloadUpdater:
         streamed = [shard for _, shard in on_host if shard.route is Route.STREAMED]
         on_disk = [(flat, shard) for flat, shard in placed if shard.tier is Tier.DISK]
         from_disk = [shard for _, shard in on_disk]
-        tile = tile_numel(streamed_updater.TILE_NUMEL, streamed)
+        staged = widest_dtypes(staged_dtypes(shard, self.device) for shard in streamed)
+        tile = tile_numel(most_numel(staged), streamed)
         columns = widest_dtypes(map(dtypes_on_disk, from_disk))
         disk_tile = tile_numel(cpu_updater.DISK_TILE_NUMEL, from_disk, disk_unit(columns.values()))
         slots: dict[str, Any] = {
             "cpu": bool(by_cpu),
-            "streamed": (tile, widest_dtypes(staged_dtypes(shard, self.device) for shard in streamed)),
+            "streamed": (tile, staged),
             "disk": (disk_tile, columns, {shard.route for shard in from_disk}),
         }
         for name in [name for name in self.updaters if self._slots[name] != slots[name]]:
@@ -111,10 +112,11 @@ class OffloadUpdater:
         streamed = [states for states in passing if states.portion.route is Route.STREAMED]
         from_host = [states for states in streamed if states.portion.tier is Tier.HOST]
         from_disk = [states for states in streamed if states.portion.tier is Tier.DISK]
-        host_tile = tile_numel(streamed_updater.TILE_NUMEL, [states.portion for states in from_host])
-        for through_device, numel in ((from_host, host_tile), (from_disk, disk_tile)):
+        for through_device in (from_host, from_disk):
             if through_device:
                 staged = widest_dtypes(states.staged for states in through_device)
+                host_tile = tile_numel(most_numel(staged), [states.portion for states in from_host])
+                numel = host_tile if through_device is from_host else disk_tile
                 sizes[Tier.DEVICE] += StreamedUpdater.buffer_bytes(staged, numel)
         return sizes
 

@@ -19,8 +19,8 @@ from zerostd.planning.request import PlanRequest
 NUM_STEPS = 2  # the last one is taken: what a step leaves to the next is the same from the first one on
 MOST_PASSES = 4  # that are simulated one by one
 AHEAD = 1  # groups that are brought before they are needed
-TILE = 8 << 20  # parameters that are streamed at a time
-LAUNCH_S = 0.3e-3  # that the host takes to launch the update of a tile
+TILE = 2 << 20  # parameters that are streamed at a time
+LAUNCH_S = 0.05e-3  # that the update of a tile keeps Python's lock from the loop
 QUEUED = 2.0  # such tiles that are in the stream before parameters that are to be brought
 ALIKE = 0.01  # of their activations' bytes, that groups differ in which are taken for the same
 MOST_HELD = 2  # groups under update when the next gradient lands, where gradients are not kept
