@@ -112,18 +112,14 @@ zs_driver* zs_open_driver(const char* library) {
   void* const handle = library == nullptr ? nullptr : dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) return nullptr;
   auto* const driver = new zs_driver{};
-  bool is_whole = true;
   const auto find = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
-    is_whole = is_whole && function != nullptr;
+    return function != nullptr;
   };
-  find(driver->copy, "cuMemcpyAsync");
-  find(driver->launch, "cuLaunchKernel");
-  find(driver->record, "cuEventRecord");
-  find(driver->wait, "cuStreamWaitEvent");
-  find(driver->synchronize, "cuEventSynchronize");
-  find(driver->parameter, "cuFuncGetParamInfo");
-  find(driver->name, "cuGetErrorName");
+  const bool is_whole = find(driver->copy, "cuMemcpyAsync") && find(driver->launch, "cuLaunchKernel") &&
+                        find(driver->record, "cuEventRecord") && find(driver->wait, "cuStreamWaitEvent") &&
+                        find(driver->synchronize, "cuEventSynchronize") &&
+                        find(driver->parameter, "cuFuncGetParamInfo") && find(driver->name, "cuGetErrorName");
   if (is_whole) return driver;  // for as long as the process lives
   delete driver;
   dlclose(handle);

@@ -214,6 +214,24 @@ def test_a_plan_that_passes_the_budget_is_revised() -> None:
     assert_bitwise(zerostd.full_state_dict(model), expected)
 
 
+def test_a_first_step_that_no_plan_can_hold_is_the_last_one() -> None:
+    """Its plan was made for a smaller batch. What the loss takes is not known before it either."""
+    most, _ = unlimited(3 * EVERY)
+    budget = Budget(device=int(0.2 * most), host="1GiB")
+    limits = {Tier.DEVICE: int(0.2 * most), Tier.HOST: 2**30}
+    plan = Plan({"*": Homes()}, limits=limits, activations={str(index): "keep" for index in range(DEPTH)})
+    model, optimizer = prepared(budget, plan=plan)
+    assert max(train(model, optimizer, 1, rows=4 * ROWS)) > int(0.2 * most)
+    before = zerostd.full_state_dict(model)
+    for _ in range(2):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=rf"does not fit: the device held .*would take .* MiB.*{budget.device}"
+        ):
+            train(model, optimizer, 1, rows=4 * ROWS, first=1)
+    assert_bitwise(zerostd.full_state_dict(model), before)
+    zerostd.release(model)
+
+
 def test_a_device_that_runs_out_in_forward_says_what_is_held() -> None:
     class Full(Wide):
         def forward(self, x: Tensor) -> Tensor:

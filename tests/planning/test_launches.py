@@ -10,11 +10,12 @@ from torch import nn
 
 from planning.machines import GIB, H200, gpt, request_of
 from planning.test_obeying import WIDE, for_a_device, wide
-from zerostd.measuring.model import profile_model
+from zerostd.measuring.model import HOOKS, TimedPass, _as_timed, profile_model
 from zerostd.planning import PlanRequest
 from zerostd.planning.demands import GroupShares
 from zerostd.planning.planner import solve
 from zerostd.planning.program import SLACK, optimise
+from zerostd.planning.request import LAUNCHED_AGAIN
 from zerostd.planning.simulation import LAUNCH_S, TILE, simulate
 from zerostd.policy import Tier
 from zerostd.preparing.proposing import PlanSearch
@@ -62,6 +63,36 @@ def test_what_is_off_the_device_must_bring_more_where_groups_wait_for_launches()
         solution = solve(replace(request(launches, compute_s=0.05), limits=limits))
         off[launches] = sum(share.parameters_off + share.gradients_host for share in solution.shares)
     assert off[1.0] < off[0.0]
+
+
+def test_recomputing_takes_the_launches_of_a_forward_again() -> None:
+    """Up to the last saved tensor it may be little arithmetic, but it is most of the launches."""
+    longer = {}
+    for launches in (0.0, 0.2, 1.0):
+        model = replace(gpt(1600, 18, 0.3, samples=4), launches=launches)
+        sizes = {"forward_flops": 2e9, "again_flops": 1e9, "kept_bytes": 1e6}
+        groups = tuple(replace(group, **sizes) for group in model.groups)
+        model = replace(model, groups=groups)
+        asked = request_of(model, machine=H200, limits=LIMITS, activations=frozenset({"keep", "recompute"}))
+        assert asked.chooses
+        recomputed = [GroupShares(activations_recomputed=1.0)] * len(asked.costs)
+        kept = [GroupShares()] * len(asked.costs)
+        forward_s = sum(cost.forward_s for cost in asked.costs)
+        longer[launches] = (simulate(asked, recomputed).step_s - simulate(asked, kept).step_s) / forward_s
+    assert longer[0.0] == longer[0.2] == pytest.approx(0.5, rel=0.01)
+    assert longer[1.0] == pytest.approx(LAUNCHED_AGAIN, rel=0.01)
+
+
+def test_hooks_lengthen_a_pass_that_waits_for_launches() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    profile = profile_model(model, batch=torch.randn(2, 8), probe=False)
+    seconds = {}
+    for launches in (0.0, 0.5, 1.0):
+        timed = TimedPass(0.1, 0.2, None, launches, {})
+        seconds[launches] = _as_timed(profile, timed)
+    assert seconds[0.0].forward_s == seconds[0.5].forward_s == 0.1 and seconds[0.5].backward_s == 0.2
+    assert seconds[1.0].forward_s == pytest.approx(0.1 * (1 + HOOKS))
+    assert seconds[1.0].backward_s == pytest.approx(0.2 * (1 + HOOKS))
 
 
 def test_twice_the_samples_take_as_many_launches() -> None:

@@ -38,6 +38,7 @@ from zerostd.policy import Precision, splits_masters
 
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
+HOOKS = 0.15  # of the launches of a pass: the time of our hooks, where the device waits for both
 LONGEST_S = 10.0  # after a first pass of so many seconds there is no other
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,8 @@ class GroupClock:
 
 
 def _as_timed(profile: ModelProfile, timed: TimedPass) -> ModelProfile:
-    """Return a profile with measured seconds: each group's own, unless they come to more than the pass took."""
+    """Return a profile with measured seconds: each group's own, unless they come to more than the pass took. Where the
+    device waits for launches, the hooks of a prepared model, which the pass did not have, make it longer."""
     totals = (timed.forward_s, timed.backward_s)
     spent = [sum(seconds[index] for seconds in timed.groups.values()) for index in (0, 1)]
     groups = profile.groups
@@ -259,11 +261,12 @@ def _as_timed(profile: ModelProfile, timed: TimedPass) -> ModelProfile:
             replace(group, forward_part=forward_s / totals[0], backward_part=backward_s / totals[1])
             for group, (forward_s, backward_s) in zip(groups, parts, strict=True)
         )
+    longer = max(1.0, timed.launches * (1.0 + HOOKS))
     return replace(
         profile,
         groups=groups,
-        forward_s=timed.forward_s,
-        backward_s=timed.backward_s,
+        forward_s=timed.forward_s * longer,
+        backward_s=timed.backward_s * longer,
         activation_bytes=timed.activation_bytes,
         launches=timed.launches,
     )

@@ -27,6 +27,8 @@ from zerostd.planning.profiles import (
 from zerostd.policy import Kind, Stage, Tier, shards
 
 WORTH_SPECULATING = 0.03  # of a step, for twice the host memory
+# Of the launches of a forward: those of recomputing it in backward, where saved tensors pass through Python
+LAUNCHED_AGAIN = 1.25
 NUM_BUSY_THREADS = 2  # cores left to the loop and the autograd engine while the CPU updates beside them
 MOST_GROUPS = 96  # that the program sees; neighbours of larger models are placed together
 LARGEST = {"gathered", "peak", "inside", "largest"}  # costs of which neighbours together have the largest, not the sum
@@ -297,6 +299,7 @@ def _activation_cost(
     again_s = forward_s
     if group.again_flops is not None and group.forward_flops:
         again_s = group.again_flops / group.forward_flops * forward_s
+    again_s = max(again_s, LAUNCHED_AGAIN * request.model.launches * forward_s)
     inside = kept + peak if group.inside_bytes is None else samples * group.inside_bytes
     if request.sends_inputs:
         inside -= samples * group.passing_bytes  # they are counted apart

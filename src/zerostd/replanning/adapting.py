@@ -166,7 +166,7 @@ class Adapter(StepObserver):
         kept = replace(least, activations={"*": Way.DEVICE.in_plan} if self._room.count() else ways)
         remembered = recall(self.runtime.settings, self.runtime.blueprints, self.runtime.world)
         plans: list[Plan] = control.collect([plan for plan in (remembered, kept) if plan is not None])[0]
-        by_rank: list[list[bool]] = control.collect([self._leaves_parameters(p) and self._room.holds(p) for p in plans])
+        by_rank: list[list[bool]] = control.collect([self._room.holds(p, in_place=True) for p in plans])
         for plan, *is_held in zip(plans, *by_rank, strict=True):
             if all(is_held):
                 self._start(plan)
@@ -174,17 +174,14 @@ class Adapter(StepObserver):
         self._revise("the first pass was measured", self._report())
         if self.plan.is_untried:  # nothing fits better
             what = "a pass like the first one, beside the optimizer states"
-            refusals: list[str] = control.collect(self._room.refusal(self.plan, what))
-            if any(refusals):
-                self._pace.step -= 1  # the next forward is refused as well
-                raise torch.OutOfMemoryError(max(refusals, key=len))
+            self._refuse(control.collect(self._room.refusal(self.plan, what)))
             self._start(least)
 
-    def _leaves_parameters(self, plan: Plan) -> bool:
-        """Return whether a plan has parameters where they are."""
-        names = [group.name for group in self.runtime.blueprints if group.members]
-        homes = [(plan.homes_of(name), self.plan.homes_of(name)) for name in names]
-        return all(home.parameters is now.parameters for home, now in homes)
+    def _refuse(self, refusals: Sequence[str]) -> None:
+        """Refuse this forward and the next one, if a rank has a reason."""
+        if any(refusals):
+            self._pace.step -= 1
+            raise torch.OutOfMemoryError(max(refusals, key=len))
 
     def _follow_input(self) -> None:
         """Make room for a batch that is larger than those before, or say what is missing."""
@@ -238,6 +235,8 @@ class Adapter(StepObserver):
         shortage = self._shortage(report, only_short=only_short)
         if shortage:
             if not self._revise(shortage, report):
+                if pace.step == 1:  # later, what passes the limit may not be the model's, and is only said
+                    self._refuse([self._room.refusal(self.plan, f"this batch does not fit: {shortage}")])
                 self._next_room = pace.next_search  # nothing could be done about it
             elif report.why_grown:
                 self._room.obey_plan()

@@ -42,8 +42,13 @@ class PassRoom:
         self.profile = self.profile or counted_profile(self._runtime)
         return self.profile
 
-    def holds(self, plan: Plan, times: float = 1.0) -> bool:
-        """Return whether model state and activations of a plan fit on the device, for a batch `times` as large."""
+    def holds(self, plan: Plan, times: float = 1.0, *, in_place: bool = False) -> bool:
+        """Return whether model state and activations of a plan fit on the device, for a batch `times` as large; with
+        `in_place`, whether parameters may stay where they are, too."""
+        now = self._runtime.settings.plan
+        names = [group.name for group in self._runtime.blueprints if group.members]
+        if in_place and any(now and plan.homes_of(name).parameters != now.homes_of(name).parameters for name in names):
+            return False
         limits = self._meter.limits()
         limits[Tier.DEVICE] -= int(times * self._activations_of(plan))
         return self._search.fits(plan, limits)
