@@ -235,9 +235,12 @@ class UpdateSpans:
         states = self.state.get(span.tensor, {})
         return {name: copy.deepcopy(value) for name, value in states.items() if not _is_as_long(value, span.tensor)}
 
-    def read(self, span: UpdateSpan, piece: Piece, *, with_master: bool = True) -> dict[str, Any]:
-        """Return the states of one piece of a span, in memory, with the master where parameters are rounded."""
-        states = self.scalar_states(span)
+    def read(
+        self, span: UpdateSpan, piece: Piece, *, with_master: bool = True, scalars: ScalarStates | None = None
+    ) -> dict[str, Any]:
+        """Return the states of one piece of a span, in memory, with the master where parameters are rounded. Scalar
+        states are copies, or those that are passed."""
+        states = self.scalar_states(span) if scalars is None else dict(scalars)
         tensors = self.long_states(span)
         if with_master and span.shard.master.dtype != self.flat.dtype:
             tensors[MASTER] = (span.shard.master, span.shard.start)

@@ -53,9 +53,17 @@ def _interval(places: Places) -> tuple[int, int]:
     return places[0][1].start, places[-1][1].stop
 
 
-def _read(spans: UpdateSpans, places: Places, *, with_master: bool = False) -> States:
-    """Return the states of one parameter: views of long ones, end to end; copies of scalar ones in the first place."""
-    parts = [spans.read(span, piece, with_master=with_master) for span, piece in places]
+def _read(
+    spans: UpdateSpans,
+    places: Places,
+    *,
+    with_master: bool = False,
+    scalars: Mapping[UpdateSpan, States] | None = None,
+) -> States:
+    """Return the states of one parameter: views of long ones, end to end; scalar ones of the first place, as they are
+    in `scalars` or copied."""
+    kept = scalars or {}
+    parts = [spans.read(span, piece, with_master=with_master, scalars=kept.get(span)) for span, piece in places]
     if len(parts) == 1:
         return parts[0]
     return {
@@ -155,9 +163,11 @@ def put_states(updater: Updater, saved: Mapping[nn.Parameter, States]) -> None:
 
 @torch.no_grad()
 def take_states(updater: Updater, flat: Flat) -> dict[nn.Parameter, States]:
-    """Return the states of one flat, long ones where they are, and forget them. The master is the flat's."""
+    """Return the states of one flat, long ones where they are, and forget them. The master is the flat's. Parameters of
+    a span share its scalar states."""
     spans = updater.spans[flat]
-    saved = {parameter: _read(spans, places) for parameter, places in spans.by_parameter().items()}
+    scalars = {span: spans.scalar_states(span) for span in spans}
+    saved = {parameter: _read(spans, places, scalars=scalars) for parameter, places in spans.by_parameter().items()}
     _forget(updater, flat)
     return saved
 
@@ -179,7 +189,10 @@ def _forget(updater: Updater, flat: Flat) -> None:
 def _fill(updater: Updater, spans: UpdateSpans, saved: Mapping[nn.Parameter, States]) -> None:
     """Fill the spans of one flat, which have no states yet. Parameters with equal scalar states share a span."""
     states = [saved.get(parameter, {}) for parameter in spans.flat.parameters]
-    spans.cut([tuple((key, str(value)) for key, value in of.items() if not _is_long(value)) for of in states])
+    short = [[(key, value) for key, value in of.items() if not _is_long(value)] for of in states]
+    distinct = {id(value): value for pairs in short for _, value in pairs}
+    texts = {number: _text_of(value) for number, value in distinct.items()}  # the device is asked once for each
+    spans.cut([tuple((key, texts[id(value)]) for key, value in pairs) for pairs in short])
     for span in spans:
         span.scalars = None
     for parameter, places in spans.by_parameter().items():
@@ -246,8 +259,16 @@ def write_states(updater: Updater, spans: UpdateSpans, index: int, states: State
         _fill_parameter(updater, spans, places, named, spans.flat.layout.intervals[index].numel)
 
 
+def _text_of(value: Any) -> str:
+    return f"{value.dtype} {value.tolist()!r}" if isinstance(value, torch.Tensor) else str(value)
+
+
 def _put_scalar(updater: Updater, span: UpdateSpan, key: str, value: Any) -> None:
-    """Put a scalar state on the device where torch keeps it: with the parameters if the optimizer is fused."""
+    """Put a scalar state on the device where torch keeps it: with the parameters if the optimizer is fused. Parameters
+    of a span have the same one."""
+    kept = updater.resident.state[span.tensor] if span.tensor is not None else span.scalars or {}
+    if key in kept:
+        return
     options = updater.user_groups[span.param_group]
     if isinstance(value, torch.Tensor):
         device = value.device if span.tensor is not None else torch.device("cpu")
