@@ -214,6 +214,34 @@ def test_a_plan_that_passes_the_budget_is_revised() -> None:
     assert_bitwise(zerostd.full_state_dict(model), expected)
 
 
+def planned(budget: Budget, rows: int = ROWS) -> tuple[nn.Module, Any]:
+    """Prepare with a plan for a batch of so many rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide() for _ in range(DEPTH)))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    options: dict[str, Any] = {"budget": budget, "groups": ["*"], "accumulate": 1}
+    plan = zerostd.plan(model, optimizer, batch=torch.randn(rows, WIDTH), **options)
+    return zerostd.prepare(model, optimizer, plan=plan, **options)
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("rows", [ROWS, ROWS // 2])
+def test_the_first_pass_of_a_plan_recomputes_until_it_is_known_to_fit(rows: int) -> None:
+    """A loss outside of the model takes memory that no plan knows. Here the batch is larger than the one shown."""
+    most, expected = unlimited(3 * EVERY)
+    budget = Budget(device=int(0.75 * most), host="1GiB")
+    model, optimizer = planned(budget, rows)
+    plan = model.__dict__["_zerostd"].settings.plan
+    assert "keep" in ways(model)
+    peaks = train(model, optimizer, 3 * EVERY)
+    assert max(peaks) <= int(0.75 * most) and peaks[0] < 0.6 * most
+    reasons = [revision.reason for revision in adapter_of(model).revisions]
+    assert reasons == ([] if rows == ROWS else ["the first pass was measured"])
+    assert (model.__dict__["_zerostd"].settings.plan.activations == plan.activations) is (rows == ROWS)
+    assert_bitwise(zerostd.full_state_dict(model), expected)
+    zerostd.release(model)
+
+
 def test_a_first_step_that_no_plan_can_hold_is_the_last_one() -> None:
     """Its plan was made for a smaller batch. What the loss takes is not known before it either."""
     most, _ = unlimited(3 * EVERY)

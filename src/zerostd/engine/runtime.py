@@ -112,6 +112,11 @@ class Runtime:
         self._buffers_moved = True  # rank 0's buffers have to go to all before the next forward
 
     @property
+    def has_states_off(self) -> bool:
+        """Whether optimizer states are off the device."""
+        return self.optimizer is not None and self.optimizer.updater.offload is not None
+
+    @property
     def model(self) -> nn.Module:
         """The user's module, which the runtime does not keep alive."""
         model = self._model()

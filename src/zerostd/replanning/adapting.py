@@ -38,6 +38,7 @@ from zerostd.replanning.watching import EVERY, NUM_WATCHED, ClipCounter, Pace, R
 
 NUM_FIRST = 2  # steps that are not looked at: the first ones are slower
 MORE_ROOM = 0.1  # of the device, for activations, when it ran out of memory
+MEASURED = "the first pass was measured"
 MOVED_PART = 0.15  # of a step, that states may take to move in it
 
 log = logging.getLogger("zerostd")
@@ -72,8 +73,9 @@ class Adapter(StepObserver):
         self._num_short = 0
         self.meter.reset()
         self.meter.cap(is_on=self.plan.is_untried)
-        if runtime.settings.budget.device is not None or self._is_off:
+        if runtime.settings.budget.device is not None or self.runtime.has_states_off:
             runtime.backward.activations.count()  # of the first pass: what else can be done with them
+            self._room.begin_carefully(self.plan)
             runtime.hooks.renew()
 
     def before_forward(self) -> None:
@@ -88,13 +90,13 @@ class Adapter(StepObserver):
 
     def before_backward(self) -> None:
         """Called when a backward pass begins: updates are done, since forward needed the parameters."""
-        if self._moving is not None and not self._moving.is_done and not self._has_gradients:
+        if self._moving is not None and not self._moving.is_done and not self.runtime.backward.has_gradients:
             self._moving.advance(self.meter.room_now(), waits=self.runtime.world.size > 1)
 
     def after_backward(self) -> None:
         """Called when a backward pass has ended, before the first step makes states, which hide what the pass took."""
-        if self.is_busy or self.plan.is_untried or (self._pace.step + 1) % EVERY == 0:
-            self.meter.note_pass(is_first=self.plan.is_untried)
+        if self.is_busy or self.plan.is_untried or self._room.is_careful or (self._pace.step + 1) % EVERY == 0:
+            self.meter.note_pass(is_first=self.plan.is_untried or self._room.is_careful)
 
     def after_release(self) -> None:
         """Called when the model is an ordinary one again."""
@@ -106,10 +108,12 @@ class Adapter(StepObserver):
         self._pace.begin(step)
         self._clips.note()
         self.runtime.backward.activations.counter.is_on = self.plan.is_untried
-        if self._has_gradients:
+        if self.runtime.backward.has_gradients:
             return  # they are kept over the step: nothing can move
         if self.plan.is_untried:
             self._place()
+        elif self._room.is_careful:
+            self._confirm()
         elif self._moving is not None:
             self._moving.keep_pace()
             if self._moving.is_done:
@@ -130,7 +134,7 @@ class Adapter(StepObserver):
         """Whether this plan is to be watched for the first time: something is off the device. All ranks agree on it."""
         is_time = self._pace.step == NUM_FIRST or self._pace.step % EVERY == 0
         keeps_all = set(self.plan.activations.values()) <= {Way.DEVICE.in_plan}
-        return is_time and not self._pace.num_rounds and (self._is_off or not keeps_all)
+        return is_time and not self._pace.num_rounds and (self.runtime.has_states_off or not keeps_all)
 
     @property
     def is_busy(self) -> bool:
@@ -142,15 +146,6 @@ class Adapter(StepObserver):
         """The plan that is obeyed now."""
         assert self.runtime.settings.plan is not None
         return self.runtime.settings.plan
-
-    @property
-    def _has_gradients(self) -> bool:
-        return self.runtime.backward.has_gradients
-
-    @property
-    def _is_off(self) -> bool:
-        """Whether states are off the device."""
-        return self.runtime.optimizer is not None and self.runtime.optimizer.updater.offload is not None
 
     # The first pass, and larger ones
 
@@ -171,11 +166,19 @@ class Adapter(StepObserver):
             if all(is_held):
                 self._start(plan)
                 return
-        self._revise("the first pass was measured", self._report())
+        self._revise(MEASURED, self._report())
         if self.plan.is_untried:  # nothing fits better
-            what = "a pass like the first one, beside the optimizer states"
-            self._refuse(control.collect(self._room.refusal(self.plan, what)))
+            self._refuse(control.collect(self._room.refusal(self.plan, "a pass like the first one, beside states")))
             self._start(least)
+
+    def _confirm(self) -> None:
+        """Obey the plan, if the first pass, which recomputed, shows that it fits beside the loss; or another one."""
+        self.runtime.backward.activations.counter.is_on = False
+        self._room.count()
+        collect = self.runtime.gatherer.control.collect
+        if not all(collect(self._room.holds(self.plan))) and not self._revise(MEASURED, self._report()):
+            self._refuse(collect(self._room.refusal(self.plan, "a pass like the first one")))
+        self._room.end_care()
 
     def _refuse(self, refusals: Sequence[str]) -> None:
         """Refuse this forward and the next one, if a rank has a reason."""
@@ -189,7 +192,7 @@ class Adapter(StepObserver):
             return
         why = self._room.why_grown
         num_revisions = len(self.revisions)
-        if self.runtime.world.size == 1 and not self._has_gradients:  # others cannot be asked here
+        if self.runtime.world.size == 1 and not self.runtime.backward.has_gradients:  # others cannot be asked here
             self._revise(why, self._report())
         if len(self.revisions) > num_revisions:
             self._room.obey_plan()
@@ -229,7 +232,7 @@ class Adapter(StepObserver):
         pace = self._pace
         report = replace(self._report(), why_short=why_short)
         if not only_short:
-            is_slow = pace.is_slower() and self._is_off
+            is_slow = pace.is_slower() and self.runtime.has_states_off
             report = replace(report, is_slow=is_slow, is_worse=pace.is_worse, why_grown=self._room.why_grown)
         report = self._collect(report)
         shortage = self._shortage(report, only_short=only_short)
@@ -357,7 +360,7 @@ class Adapter(StepObserver):
 
     def _revise(self, reason: str, report: RankReport) -> bool:
         """Obey the best plan that fits, at once, if the present one does not. False if none fits."""
-        if self._has_gradients:
+        if self.runtime.backward.has_gradients:
             return False
         if self._moving is not None:
             self._moving.move_all()
@@ -392,7 +395,6 @@ class Adapter(StepObserver):
         return present or self.plan, others
 
     def _rank(self, reason: str, report: RankReport, *, is_aside: bool) -> Ranking:
-        ranking = Ranking(self.runtime, reason, report)
         speculates = self._search.may_speculate and not self._clips.are_usual
-        ranking.begin(self.meter.limits(report.room), speculates=speculates, is_aside=is_aside)
-        return ranking
+        ranking = Ranking(self.runtime, reason, report)
+        return ranking.begin(self.meter.limits(report.room), speculates=speculates, is_aside=is_aside)

@@ -45,8 +45,8 @@ class Ranking:
         self._work: Transfer = Done()
         self._worker: Worker | None = None
 
-    def begin(self, limits: Mapping[Tier, int], *, speculates: bool, is_aside: bool) -> None:
-        """Search for plans inside the limits."""
+    def begin(self, limits: Mapping[Tier, int], *, speculates: bool, is_aside: bool) -> Ranking:
+        """Search for plans inside the limits. Returns itself."""
         world = self._runtime.world
         settings = self._runtime.settings
         try:
@@ -55,14 +55,14 @@ class Ranking:
             if world.size > 1:
                 raise
             self._results.append(error)
-            return
+            return self
 
         if world.rank != 0:
-            return
+            return self
         search: Search = partial(self._search.revise, limits, machine, self.report.seen, speculates=speculates)
         if not is_aside:
             _find(search, self._results)
-            return
+            return self
         if world.node_size == 1:  # else a thread searches: the ranks of a node are known by its channels
             with no_torch_function():
                 on_paper = self._search.on_paper()
@@ -72,6 +72,7 @@ class Ranking:
         self._work = self._worker.submit(
             partial(_find, search, self._results)
         )  # without the model, which may be released
+        return self
 
     def is_done(self) -> bool:
         """Return whether the first rank has finished ranking."""

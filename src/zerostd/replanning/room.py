@@ -13,7 +13,7 @@ from dataclasses import replace
 from zerostd.engine.runtime import Runtime
 from zerostd.monitoring.texts import rate_text, size_text
 from zerostd.planning import ModelProfile, Plan
-from zerostd.policy import Tier
+from zerostd.policy import Tier, Way
 from zerostd.preparing.options import ways_for
 from zerostd.preparing.proposing import PlanSearch, least_way
 from zerostd.replanning.meter import DeviceMeter
@@ -34,8 +34,26 @@ class PassRoom:
         self.profile: ModelProfile | None = None  # the model with the activations of the largest pass; None: not known
         self._least_way = least_way(runtime.world)
         self.why_grown = ""  # all groups recompute since a batch was larger; empty: they do as planned
+        self.is_careful = False  # groups recompute in the first pass, since what the loss takes is not known
         self._largest = 0  # bytes of input in a pass so far
         self._before: tuple[int, ModelProfile | None] = (0, None)  # these, before the last larger input
+
+    def begin_carefully(self, plan: Plan) -> None:
+        """Let groups that the plan lets keep activations recompute in the first pass, if the device has a limit."""
+        if self._runtime.settings.budget.device is None or plan.is_untried or plan.predicted.step_s is None:
+            return
+        ways = ways_for(self._runtime.settings, [group.name for group in self._runtime.groups])
+        self.is_careful = bool(plan.activations) and Way.DEVICE in ways.values()
+        if self.is_careful:
+            recompute = {name: Way.RECOMPUTE if way is Way.DEVICE else way for name, way in ways.items()}
+            self._runtime.backward.activations.change(recompute)
+
+    def end_care(self) -> None:
+        """Let groups handle their activations as the plan says, after the first pass."""
+        self.is_careful = False
+        names = [group.name for group in self._runtime.groups]
+        self._runtime.backward.activations.change(ways_for(self._runtime.settings, names))
+        self._runtime.hooks.renew()
 
     def count(self) -> ModelProfile | None:
         """Return the bytes that groups keep of a pass, once a pass was counted."""
