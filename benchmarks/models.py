@@ -244,7 +244,7 @@ def planned(
     plan = None
     begun = time.perf_counter()
     if shows_batch:
-        plan = zerostd.plan(model, optimizer, batch=batch, loss=loss_of, budget=limits, **options)
+        plan = zerostd.plan(model, optimizer, batch=batch, budget=limits, **options)
     planned_s = time.perf_counter() - begun
     _, prepared = zerostd.prepare(model, optimizer, plan=plan, budget=limits, **options)
     prepared_s = time.perf_counter() - begun - planned_s

@@ -26,7 +26,7 @@ from zerostd.engine.runtime import owner_of, runtime_of
 from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError, check_flag
 from zerostd.measuring.identity import device_for
-from zerostd.measuring.model import frozen, probe_for, profile_model
+from zerostd.measuring.model import frozen, profile_model
 from zerostd.monitoring import Memory
 from zerostd.optimizers.optimizer import LateOptimizer, ZeroOptimizer
 from zerostd.parameters.blueprints import MARK, find_blueprints
@@ -67,7 +67,8 @@ def prepare(
     Args:
         model: Any module, or one built under `zerostd.empty_init()`.
         optimizer: Any element-wise torch optimizer on its parameters. None: make it later; zerostd then uses it.
-        stage: 0: data parallel; 1 shards states, 2 also gradients, 3 also parameters. None: planned, 3 if `placement`.
+        stage: 0 is data parallel; 1 shards optimizer states, 2 also gradients, 3 also parameters. None: planned, or 3
+            if a placement is given.
         placement: Where each kind of state is kept: a tier or shares of tiers. None: planned for the shortest step.
         precision: 'fp32', 'bf16', 'fp16' or a `Precision`; 16-bit runs keep fp32 masters. None: each parameter's dtype.
         accumulate: Backward passes per step; offloaded updates then begin inside the last pass. None: any number.
@@ -134,7 +135,6 @@ def plan(
     max_grad_norm: float | None = None,
     groups: Sequence[str] | None = None,
     exact: bool = True,
-    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Plan:
     """Return the plan that prepare would follow with these options. The model is not changed, and nothing is allocated.
 
@@ -143,12 +143,11 @@ def plan(
         optimizer: As for prepare. None: only parameters are placed, and a step is one forward.
         budget: Limit of each tier. None: the free memory, less a margin.
         batch: Arguments of one forward: a tensor, a tuple of arguments or a dict of keywords. The plan then knows time
-            and activations. A model with values runs a few passes and is unchanged; on the meta device, or for
-            another machine, operations are counted. None: the plan covers model state only.
+            and activations. A model with values runs a few passes and is unchanged afterwards; on the meta device, or
+            for another machine, operations are counted. None: the plan covers model state only.
         world_size: Number of ranks to plan for. None: the ranks of this job.
         machine: The machine to plan for. None: this one, measured once. All ranks must call it, and get the same plan.
-        stage: This and all other arguments but `loss` are as for prepare.
-        loss: A function of what forward returns, if the loss is outside of the model: the plan then knows its memory.
+        stage: This and all other arguments are as for prepare.
 
     Returns:
         A plan: `print(plan.explain())`, `plan.save(path)`, `prepare(..., plan=plan)`.
@@ -166,14 +165,15 @@ def plan(
         codable=codable(exact),
     )
     settings = check_settings(settings, model, optimizer)
-    check_budget(settings.budget if machine is None else Budget())
+    if machine is None:
+        check_budget(settings.budget)
     world = World.pretend(device_for(model, machine), world_size, None if machine is None else machine.ranks_per_node)
     blueprints = find_blueprints(model, optimizer, settings.precision, groups, world.num_shards)
     profile = batch if isinstance(batch, ModelProfile) else None  # of an earlier measurement
-    if batch is not profile or loss is not None:
+    if batch is not profile:
         probe = functools.partial(profile_model, model, optimizer, precision=settings.precision, groups=groups)
         with contextlib.nullcontext() if optimizer is not None else frozen(model):
-            profile = probe(batch=batch, probe=probe_for(loss, batch, machine), num_ranks=world.num_shards)
+            profile = probe(batch=batch, probe=machine is None, num_ranks=world.num_shards)
     return PlanSearch(settings, blueprints, world).plan(profile, machine)
 
 

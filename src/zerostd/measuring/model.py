@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,15 +33,13 @@ from zerostd.parameters.blueprints import (
     find_blueprints,
     root_casts,
 )
-from zerostd.planning.profiles import GroupProfile, MachineProfile, ModelProfile
+from zerostd.planning.profiles import GroupProfile, ModelProfile
 from zerostd.policy import Precision, splits_masters
 
 ASSUMED_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}  # AdamW's, while there is no optimizer
 NUM_TIMED = 2  # passes after the first, which finds its kernels; the faster one counts
 HOOKS = 0.15  # of the launches of a pass: the time of our hooks, where the device waits for both
 LONGEST_S = 10.0  # after a first pass of so many seconds there is no other
-
-Loss = Callable[[Any], torch.Tensor]  # of what forward returns
 
 log = logging.getLogger(__name__)
 
@@ -53,21 +51,20 @@ def profile_model(
     precision: str | Precision | None = None,
     groups: Sequence[str] | None = None,
     batch: Any = None,
-    probe: bool | Loss = False,
+    probe: bool = False,
     num_ranks: int = 1,
 ) -> ModelProfile:
     """Return what `model` needs; the model, the optimizer and the random states stay as they are.
 
     FLOPs are those of matrix products, convolutions, attention (not halved where it is causal) and recurrent layers.
     What is kept is what autograd saves in the model's forward, each storage once and in the group that saves it first,
-    parameters and buffers left out. The peak is the largest output of an operation in the group, and, where the model
-    itself uses torch.utils.checkpoint, what it saves inside.
+    parameters and buffers left out; a loss outside of the model is not seen. The peak is the largest output of an
+    operation in the group, and, where the model itself uses torch.utils.checkpoint, what it saves inside.
 
     Model, optimizer, precision and groups are as for prepare; without an optimizer all parameters with requires_grad
     are trained, with the states of AdamW. `batch` is what forward takes: a tensor, a tuple of arguments or a dict of
     keywords, also without memory; the first dimension of its first tensor is the number of samples. With `probe` a few
-    passes are run for real, if model and batch are, and timed. If it is a function of what forward returns, they go
-    through this loss, and its memory is known. Small models on `num_ranks` ranks have smaller groups.
+    passes are run for real, if model and batch are, and timed. Small models on `num_ranks` ranks have smaller groups.
 
     Groups are in the order in which forward first needs them, those without parameters and work left out. If forward
     could not be run, a warning is logged and `samples` is None. Raises PrepareError for what prepare would refuse; a
@@ -97,30 +94,8 @@ def profile_model(
         samples=num_samples,
         recomputed=sum(cost.recomputed for cost in costs) / max(1, sum(cost.flops for cost in costs)),
     )
-    loss = probe if callable(probe) else None
-    probed = _probe(model, blueprints, checked, batch, loss) if probe else None
-    if probed is None:
-        return profile
-    return _as_timed(profile if loss is None else _with_loss(profile, probed), probed)
-
-
-def probe_for(loss: Loss | None, batch: Any, machine: MachineProfile | None) -> bool | Loss:
-    """Return what `profile_model` takes as its probe, for a plan with these arguments."""
-    if loss is None:
-        return machine is None
-    if batch is None or isinstance(batch, ModelProfile) or machine is not None:
-        raise PrepareError("loss= is measured on this machine with a batch: give batch= too, and leave out machine=")
-    return loss
-
-
-def _with_loss(profile: ModelProfile, timed: TimedPass) -> ModelProfile:
-    """Return a profile whose first group, which is the root if that does anything, takes for a moment what a pass takes
-    beside all that groups keep: the loss does."""
-    samples = profile.samples or 1
-    kept = sum(group.kept_bytes for group in profile.groups)
-    beside = (timed.activation_bytes or 0) / samples - kept
-    first, *others = profile.groups
-    return replace(profile, groups=(replace(first, peak_bytes=max(first.peak_bytes, beside)), *others))
+    probed = _probe(model, blueprints, checked, batch) if probe else None
+    return profile if probed is None else _as_timed(profile, probed)
 
 
 @contextlib.contextmanager
@@ -297,11 +272,8 @@ def _as_timed(profile: ModelProfile, timed: TimedPass) -> ModelProfile:
     )
 
 
-def _probe(
-    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, loss: Loss | None
-) -> TimedPass | None:
-    """Return what a pass of `batch` takes; None, with a note in the log, if it cannot run for real. With a loss it has
-    to.
+def _probe(model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any) -> TimedPass | None:
+    """Return what a pass of `batch` takes; None, with a note in the log, if it cannot run for real.
 
     The pass runs on a copy that shares the model's parameters, or has them in the compute dtype. Gradients are freed as
     they come and the buffers are copies, so the model does not change.
@@ -309,22 +281,12 @@ def _probe(
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     parameters = list(model.parameters())
     if not tensors or not parameters or any(tensor.is_meta for tensor in (*parameters, *model.buffers(), *tensors)):
-        if loss is not None:
-            raise PrepareError(
-                f"loss= needs passes that are run for real, but {type(model).__name__} or its batch has no values: "
-                "leave loss out, or give a model and a batch with values"
-            )
         return None
     device = parameters[0].device
     try:
         with everything_kept(device):
-            return _run(model, blueprints, precision, batch, loss)
+            return _run(model, blueprints, precision, batch, device)
     except Exception as error:
-        if loss is not None:
-            raise PrepareError(
-                f"a pass of {type(model).__name__} with this batch and loss= failed ({type(error).__name__}: {error}): "
-                "loss takes what forward returns, and returns a scalar"
-            ) from error
         log.info("%s could not be run with the batch (%s: %s)", type(model).__name__, type(error).__name__, error)
         return None
     finally:
@@ -333,9 +295,8 @@ def _probe(
 
 
 def _run(
-    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, loss: Loss | None
+    model: nn.Module, blueprints: list[Blueprint], precision: Precision, batch: Any, device: torch.device
 ) -> TimedPass:
-    device = next(model.parameters()).device
     dtypes = {id(member.parameter): member.dtype for blueprint in blueprints for member in blueprint.members}
     casts = root_casts(precision, (p.dtype for p in model.parameters()))
 
@@ -358,14 +319,13 @@ def _run(
     copied, _ = copy_of(model, own)
     inputs = map_tensors(moved, batch)
     clock = GroupClock(model, copied, blueprints)
-    passes = [_pass(copied, inputs, loss, clock)]
+    passes = [_pass(copied, inputs, device, clock)]
     if passes[0].forward_s + passes[0].backward_s < LONGEST_S:
-        passes = [_pass(copied, inputs, loss, clock) for _ in range(NUM_TIMED)]
+        passes = [_pass(copied, inputs, device, clock) for _ in range(NUM_TIMED)]
     return min(passes, key=lambda timed: timed.forward_s + timed.backward_s)
 
 
-def _pass(model: nn.Module, batch: Any, loss: Loss | None, clock: GroupClock) -> TimedPass:
-    device = next(model.parameters()).device
+def _pass(model: nn.Module, batch: Any, device: torch.device, clock: GroupClock) -> TimedPass:
     finish(device)
     clock.start()
     has_own_memory = device.type != "cpu"
@@ -377,7 +337,6 @@ def _pass(model: nn.Module, batch: Any, loss: Loss | None, clock: GroupClock) ->
     output = call(model, batch)
     launched_s = time.perf_counter() - begun_s
     between = Timestamp(device)
-    output = output if loss is None else loss(output)
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if ends:  # else nothing trains
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
