@@ -18,7 +18,7 @@ from support.agreement import agree
 from support.compare import assert_bitwise
 from zerostd import Budget, Plan, PrepareError
 from zerostd.monitoring import Ledger
-from zerostd.policy import Homes, Kind, Tier
+from zerostd.policy import Homes, Kind, Tier, Way
 from zerostd.replanning import adapting
 from zerostd.replanning.adapting import EVERY, Adapter
 
@@ -239,6 +239,14 @@ def test_the_first_pass_of_a_plan_recomputes_until_it_is_known_to_fit(rows: int)
     assert reasons == ([] if rows == ROWS else ["the first pass was measured"])
     assert (model.__dict__["_zerostd"].settings.plan.activations == plan.activations) is (rows == ROWS)
     assert_bitwise(zerostd.full_state_dict(model), expected)
+    zerostd.release(model)
+
+
+def test_a_plan_far_from_its_limit_recomputes_nothing() -> None:
+    most, _ = unlimited(3 * EVERY)
+    model, _ = planned(Budget(device=2 * most, host="1GiB"))
+    assert not adapter_of(model)._room.is_careful
+    assert all(way is Way.DEVICE for way in model.__dict__["_zerostd"].backward.activations._ways.values())
     zerostd.release(model)
 
 

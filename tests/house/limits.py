@@ -13,9 +13,9 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 39_276  # 22,941 with the first release alone; docs/log.md of 2026-11-19 says what the others are for
-MOST_LINES_IN_CORE = 18_226  # 8,801 then
-MOST_CLASSES = 302  # 202 then
+MOST_LINES = 39_784  # 22,941 with the first release alone; docs/log.md says what the others are for
+MOST_LINES_IN_CORE = 18_692  # 8,801 then
+MOST_CLASSES = 305  # 202 then
 
 # Habits that give way.
 MOST_LATE_FUNCTIONS = 0  # functions that somebody else sets on an object later

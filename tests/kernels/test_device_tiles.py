@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerostd.kernels import KernelCall, TileMoves, TileQueue, device_tiles, native
+from zerostd.kernels import KernelCall, TileQueue, device_tiles, native
 
 DRIVER = r"""
 #include <stddef.h>
@@ -73,6 +73,7 @@ int cuFuncGetParamInfo(void *function, size_t index, size_t *offset, size_t *siz
 }
 int cuGetErrorName(int error, const char **name) { *name = "CUDA_ERROR_LAUNCH_FAILED"; return error != 719; }
 """
+Pair = tuple[torch.Tensor, torch.Tensor]
 UP, UPDATE, DOWN = 11, 22, 33
 COPY, LAUNCH, RECORD, WAIT, SYNCHRONIZE = range(5)
 THREADS = 32
@@ -122,6 +123,12 @@ def queue_of(driver: HostDriver, slots: Sequence[dict[str, torch.Tensor]], units
     return TileQueue(driver.handle, (UP, UPDATE, DOWN), events, slots, units or {})
 
 
+def moves_of(
+    up: Sequence[Pair] = (), beside: Sequence[Pair] = (), down: Sequence[Pair] = ()
+) -> dict[str, Sequence[Pair]]:
+    return {"up": up, "update": beside, "down": down}
+
+
 def kernel_call(values: torch.Tensor, gradient: torch.Tensor) -> KernelCall:
     arguments = (("*fp32", values), ("*fp32", gradient), ("fp32", 0.5), ("i32", device_tiles.COUNT), ("*i8", 0))
     return KernelCall(99, THREADS, 7, THREADS, arguments)
@@ -137,7 +144,7 @@ def test_tiles_pass_through_slots_in_turn(driver: HostDriver, count: int, first:
     home, shown = states.clone(), torch.zeros(count)
     length = min(tile, count)
     staged, landing = slots[first]["states"][:length], slots[first]["landing"][:length]
-    moves = TileMoves(up=[(home, staged), (gradient, landing)], beside=[(staged, shown)], down=[(staged, home)])
+    moves = moves_of(up=[(home, staged), (gradient, landing)], beside=[(staged, shown)], down=[(staged, home)])
     queue = queue_of(driver, slots)
     call = kernel_call(staged, landing)
     assert queue.takes(moves, call)
@@ -161,7 +168,7 @@ def test_codes_move_by_records(driver: HostDriver) -> None:
     queue = queue_of(driver, slots, {torch.uint8: (64, 68)})
     values, gradient = torch.zeros(count), torch.zeros(count)
     staged = slots[2]["codes"]
-    queue.queue(TileMoves([(coded, staged)], [], [(staged, target)]), kernel_call(values, gradient), count, tile, 2)
+    queue.queue(moves_of([(coded, staged)], [], [(staged, target)]), kernel_call(values, gradient), count, tile, 2)
     assert torch.equal(target, coded)
 
 
@@ -170,11 +177,11 @@ def test_what_the_kernel_does_not_expect_is_not_taken(driver: HostDriver) -> Non
     queue = queue_of(driver, slots)
     numbers = torch.zeros(80)
     staged = slots[0]["states"]
-    good = TileMoves(up=[(numbers[:64], staged)])
+    good = moves_of(up=[(numbers[:64], staged)])
     assert queue.takes(good, kernel_call(staged, numbers[4:68]))
     assert not queue.takes(good, kernel_call(staged, numbers[1:65]))  # off its alignment
-    assert not queue.takes(TileMoves(up=[(numbers[:64].double(), staged)]), kernel_call(staged, staged))
-    assert not queue.takes(TileMoves(up=[(torch.zeros(128)[::2], staged)]), kernel_call(staged, staged))
+    assert not queue.takes(moves_of(up=[(numbers[:64].double(), staged)]), kernel_call(staged, staged))
+    assert not queue.takes(moves_of(up=[(torch.zeros(128)[::2], staged)]), kernel_call(staged, staged))
 
 
 @pytest.mark.parametrize("number", range(22))
@@ -182,7 +189,7 @@ def test_an_error_of_the_driver_is_named_wherever_it_comes(driver: HostDriver, n
     slots = [{"states": torch.zeros(64)} for _ in range(4)]
     home = torch.zeros(128)
     staged = slots[0]["states"]
-    moves = TileMoves(up=[(home, staged)], beside=[(staged, home)], down=[(staged, home)])
+    moves = moves_of(up=[(home, staged)], beside=[(staged, home)], down=[(staged, home)])
     driver.library.fail_at(number)
     queue = queue_of(driver, slots)
     if number >= 20:  # two tiles take 20 calls

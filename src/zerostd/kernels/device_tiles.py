@@ -11,7 +11,7 @@ import functools
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,11 @@ NUMBER, COUNTED, ARRAY = range(3)  # kinds of parameters
 WIDTHS = {"i32": 4, "fp32": 4, "fp64": 8}  # bytes, by Triton's types
 PACKED = {"i32": "i", "fp32": "f", "fp64": "d"}
 
+LANES = ("up", "update", "down")  # streams
 Pair = tuple[Tensor, Tensor]  # source and target of a copy
+# The copies of a tile by stream; those of `update` follow the kernel. Tensors in slots are those of one slot, and the
+# others are as long as all tiles.
+TileMoves = Mapping[str, Sequence[Pair]]
 
 
 class KernelCall(NamedTuple):
@@ -38,15 +42,6 @@ class KernelCall(NamedTuple):
     shared_bytes: int
     per_program: int  # elements
     arguments: tuple[tuple[str, Any], ...]  # Triton's type, and a tensor, an address, a number or COUNT
-
-
-@dataclass
-class TileMoves:
-    """The copies of a tile. Tensors in slots are those of one slot; the others are as long as all tiles."""
-
-    up: list[Pair] = field(default_factory=list)
-    beside: list[Pair] = field(default_factory=list)
-    down: list[Pair] = field(default_factory=list)
 
 
 @functools.cache
@@ -110,7 +105,7 @@ class TileQueue:
 
     def takes(self, moves: TileMoves, call: KernelCall) -> bool:
         """Return whether all addresses are as aligned as the kernel expects, and each copy keeps its dtype."""
-        pairs = (*moves.up, *moves.beside, *moves.down)
+        pairs = [pair for lane in LANES for pair in moves[lane]]
         addresses = [value.data_ptr() for _, value in call.arguments if isinstance(value, Tensor)]
         return not any(address % ALIGNED for address in addresses) and all(
             source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
@@ -120,10 +115,10 @@ class TileQueue:
     def queue(self, moves: TileMoves, call: KernelCall, numel: int, tile: int, first_slot: int) -> None:
         """Queue tiles of `tile` elements, and a shorter one. Returns when the last one is queued, which is when the
         slot that it takes is free."""
-        pairs = (*moves.up, *moves.beside, *moves.down)
+        pairs = [pair for lane in LANES for pair in moves[lane]]
         copies = array("Q", [word for pair in pairs for tensor in pair for word in self._array(tensor)])
         parameters = array("Q", [word for kind, value in call.arguments for word in self._parameter(kind, value)])
-        sizes = (len(moves.up), len(moves.beside), len(moves.down), len(call.arguments))
+        sizes = [*(len(moves[lane]) for lane in LANES), len(call.arguments)]
         events = [event for moments in self.events for event in moments]
         launch = (call.function, call.per_program, call.threads, call.shared_bytes)
         pointers = (copies.buffer_info()[0], parameters.buffer_info()[0])

@@ -28,7 +28,6 @@ from zerostd.kernels import (
     Moment,
     Rule,
     Split,
-    TileMoves,
     TileQueue,
     UpdateArguments,
     column_bytes,
@@ -236,10 +235,10 @@ class StreamedUpdater:
         for name, tensor in moved.items():
             size = min(tensor.nbytes, column_bytes(kept_as(task.source[name]), self.tile_numel))
             staged[name] = slot.memory[name][:size].view(tensor.dtype)
-        moves = TileMoves(down=[(tensor, target[name]) for name, tensor in staged.items()])
-        for name, tensor in moved.items():
-            if task.span.scalars is not None or name in OF_MASTER or task.rule is not None:
-                moves.up.append((tensor, staged[name]))
+        has_states = task.span.scalars is not None or task.rule is not None
+        up = [(tensor, staged[name]) for name, tensor in moved.items() if has_states or name in OF_MASTER]
+        beside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        down = [(tensor, target[name]) for name, tensor in staged.items()]
         incoming = task.gradient[tile]
         weights = None if task.weights is None else task.weights[tile]
         shown = weights if weights is not None or HIGH in staged else target.get(HIGH)  # new parameters, when done
@@ -248,15 +247,12 @@ class StreamedUpdater:
         if LOW in staged:
             rounded = staged.get(HIGH, target[HIGH])
         if incoming.device != self.device:
-            moves.up.append((incoming, slot.view(LANDING, incoming.dtype, numel)))
-            incoming = moves.up[-1][1]
+            up.append((incoming, slot.view(LANDING, incoming.dtype, numel)))
+            incoming = up[-1][1]
         if weights is not None and rounded is not None and weights is not rounded:
-            if is_shown:
-                moves.beside.append((rounded, weights))
-            else:
-                moves.down.insert(0, (rounded, weights))
+            (beside if is_shown else down).append((rounded, weights))
         num_bytes = sum(tensor.nbytes for tensor in moved.values())
-        return TileUpdate(staged, incoming, rounded, is_shown, moves, num_bytes)
+        return TileUpdate(staged, incoming, rounded, is_shown, {"up": up, "update": beside, "down": down}, num_bytes)
 
     def update_tile(
         self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, *, after: Transfer
@@ -277,14 +273,14 @@ class StreamedUpdater:
             step=task.step,
         )
         with self.streams.up.after(after), within("transfer", "up", way=UP):
-            copy_pairs(update.moves.up)
+            copy_pairs(update.moves["up"])
             up = self.streams.up.record_event()
         with self.streams.update.after(up, task.ready), within("update", "update"):
             scalars = self._compute(task, {**source, **update.tensors}, update.incoming, update.rounded, slot)
-            copy_pairs(update.moves.beside)
+            copy_pairs(update.moves["update"])
             updated = self.streams.update.record_event()
         with self.streams.down.after(updated), within("transfer", "down", way=DOWN):
-            copy_pairs(update.moves.down)
+            copy_pairs(update.moves["down"])
             for memory in slot.memory.values():
                 poison(memory)
             landed = self.streams.down.record_event()

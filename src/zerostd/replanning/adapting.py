@@ -172,11 +172,11 @@ class Adapter(StepObserver):
             self._start(least)
 
     def _confirm(self) -> None:
-        """Obey the plan, if the first pass, which recomputed, shows that it fits beside the loss; or another one."""
-        self.runtime.backward.activations.counter.is_on = False
-        self._room.count()
+        """Obey the plan, unless the first pass, which recomputed, shows that it cannot fit beside the loss."""
         collect = self.runtime.gatherer.control.collect
-        if not all(collect(self._room.holds(self.plan))) and not self._revise(MEASURED, self._report()):
+        self._room.count()
+        may_fit = all(collect(self._room.holds(self.plan, unsure=self.meter.grown_bytes)))
+        if not may_fit and not self._revise(MEASURED, self._report()):
             self._refuse(collect(self._room.refusal(self.plan, "a pass like the first one")))
         self._room.end_care()
 

@@ -19,6 +19,7 @@ from zerostd.preparing.proposing import PlanSearch, least_way
 from zerostd.replanning.meter import DeviceMeter
 from zerostd.replanning.watching import counted_profile
 
+NEAR = 0.7  # of the device's limit: what a plan leaves of it may be too little for a loss outside of the model
 GREATER = 1.02  # times the bytes of input before: worth looking whether they fit
 
 log = logging.getLogger("zerostd")
@@ -39,8 +40,10 @@ class PassRoom:
         self._before: tuple[int, ModelProfile | None] = (0, None)  # these, before the last larger input
 
     def begin_carefully(self, plan: Plan) -> None:
-        """Let groups that the plan lets keep activations recompute in the first pass, if the device has a limit."""
-        if self._runtime.settings.budget.device is None or plan.is_untried or plan.predicted.step_s is None:
+        """Let groups that the plan lets keep activations recompute in the first pass, if a user's limit is near."""
+        is_planned = not plan.is_untried and plan.predicted.step_s is not None
+        is_near = plan.predicted.total(Tier.DEVICE) > NEAR * plan.limits.get(Tier.DEVICE, 0)
+        if self._runtime.settings.budget.device is None or not (is_planned and is_near):
             return
         ways = ways_for(self._runtime.settings, [group.name for group in self._runtime.groups])
         self.is_careful = bool(plan.activations) and Way.DEVICE in ways.values()
@@ -60,15 +63,16 @@ class PassRoom:
         self.profile = self.profile or counted_profile(self._runtime)
         return self.profile
 
-    def holds(self, plan: Plan, times: float = 1.0, *, in_place: bool = False) -> bool:
+    def holds(self, plan: Plan, times: float = 1.0, *, in_place: bool = False, unsure: int = 0) -> bool:
         """Return whether model state and activations of a plan fit on the device, for a batch `times` as large; with
-        `in_place`, whether parameters may stay where they are, too."""
+        `in_place`, whether parameters may stay where they are, too. Bytes that are `unsure` to be activations do not
+        count."""
         now = self._runtime.settings.plan
         names = [group.name for group in self._runtime.blueprints if group.members]
         if in_place and any(now and plan.homes_of(name).parameters != now.homes_of(name).parameters for name in names):
             return False
         limits = self._meter.limits()
-        limits[Tier.DEVICE] -= int(times * self._activations_of(plan))
+        limits[Tier.DEVICE] += unsure - int(times * self._activations_of(plan))
         return self._search.fits(plan, limits)
 
     def _activations_of(self, plan: Plan) -> int:
