@@ -331,6 +331,32 @@ def test_a_search_that_fails_in_its_process_keeps_the_plan(
     assert "the plan is kept after step" in caplog.text and adapter_of(model)._ranking is None
 
 
+def test_memory_for_activations_is_taken_before_the_pass_that_sends_them(tmp_path: Path) -> None:
+    """It is pinned on an accelerator's host, which takes longer than a step."""
+    plan = Plan({"*": HOST}, limits=LIMITS, activations={"*": "keep"}, adaptive=False)
+    model, optimizer = prepared(plan, str(tmp_path))
+    train(model, optimizer, 2)
+    runtime = model.__dict__["_zerostd"]
+    pool = runtime.backward.activations.offloader.copies.pools[Tier.HOST]
+    assert pool.num_bytes == 0
+    predicted = replace(plan.predicted, bytes={Tier.HOST: {Kind.ACTIVATIONS: MIB}})
+    move = HomeMove(runtime, replace(plan, activations={"*": "recompute+host"}, predicted=predicted))
+    move.move_all()
+    move.finish()
+    assert held_by(model, Kind.ACTIVATIONS) == MIB
+    train(model, optimizer, 3)
+    assert held_by(model, Kind.ACTIVATIONS) == MIB
+    back = HomeMove(runtime, plan)
+    back.move_all()
+    back.finish()
+    assert held_by(model, Kind.ACTIVATIONS) == 0
+    same_numbers(model, str(tmp_path), 2, 3)
+
+
+def held_by(model: nn.Module, kind: Kind) -> int:
+    return zerostd.memory(model).now.get("host", {}).get(kind.value, 0)
+
+
 # -- memory and speed --
 
 

@@ -109,3 +109,40 @@ def test_memory_goes_back_when_no_block_is_in_use() -> None:
     del rooms
     assert pool.give_back() and pool.num_bytes == 0
     assert len(pool.take([PAGE])) == 1
+
+
+def test_a_thread_grows_a_pool_and_blocks_are_cut_from_what_it_took() -> None:
+    pool = host_pool()
+    few = pool.take([2 * PAGE])
+    thread = threading.Thread(target=pool.grow_to, args=(10 * PAGE - 1,))
+    thread.start()
+    thread.join()
+    assert pool.num_bytes == 2 * PAGE  # until the next one is taken
+    more = [pool.take([3 * PAGE]), pool.take([5 * PAGE])]
+    assert pool.num_bytes == 10 * PAGE
+    del few, more
+    again = pool.take([PAGE])  # far fewer than it was grown to: it keeps the memory for those that come
+    assert pool.num_bytes == 10 * PAGE
+    pool.grow_to(10 * PAGE)
+    pool.grow_to(4 * PAGE)
+    del again
+    assert pool.take([10 * PAGE]) and pool.num_bytes <= 20 * PAGE
+
+
+def test_growing_without_memory_leaves_the_error_to_who_needs_it() -> None:
+    pool = host_pool(limit=4 * PAGE)
+    pool.grow_to(10 * PAGE)
+    assert pool.take([PAGE])
+    with pytest.raises(PrepareError):
+        pool.take([10 * PAGE])
+
+
+def test_memory_that_a_thread_takes_for_later_hides_no_leak_of_another() -> None:
+    ledger = Ledger()
+    ledger.leaks.start(0)
+    with ledger.leaks.ignored():
+        thread = threading.Thread(target=ledger.enter, args=(Kind.BUFFERS, 5, Tier.HOST))
+        thread.start()
+        thread.join()
+        ledger.enter(Kind.BUFFERS, 7, Tier.HOST)
+    assert [leak.num_bytes for leaks in ledger.leaks._open.values() for leak in leaks] == [5]

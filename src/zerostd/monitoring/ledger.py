@@ -91,6 +91,7 @@ class Leaks:
 
     def __init__(self) -> None:
         self._is_on = False
+        self._ignoring = threading.local()  # `.is_on` where this thread allocates for later steps
         self._first_step = 0
         self._step = 0  # under way
         self._open: dict[tuple[Tier, Kind, int], list[Leak]] = {}
@@ -110,16 +111,16 @@ class Leaks:
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Do not count memory that is allocated in a `with` block: a pool keeps its memory for the next pass."""
-        was_on = self._is_on
-        self._is_on = False
+        """Do not count memory that this thread allocates in a `with` block: a pool keeps its memory for the next
+        pass."""
+        self._ignoring.is_on = True
         try:
             yield
         finally:
-            self._is_on = was_on
+            self._ignoring.is_on = False
 
     def enter(self, tier: Tier, kind: Kind, num_bytes: int, group: str) -> None:
-        if self._is_on:
+        if self._is_on and not getattr(self._ignoring, "is_on", False):
             leak = Leak(tier, kind, num_bytes, group, _where(), self._step)
             with self._lock:
                 self._open.setdefault((tier, kind, num_bytes), []).append(leak)

@@ -2,7 +2,7 @@
 gigabytes. Parameters do not move. No value changes by a bit.
 
     beginning     gradients go to their new tiers, if the device then holds fewer bytes of them. A thread allocates
-                  memory off the device for the groups that move first
+                  memory off the device for activations, and for the groups that move first
     each step     their states go straight from the old place to the new one. The thread frees the old memory, and
                   allocates for the groups that move next: as many as the measured rate allows
     end           gradients go to their new tiers, if they have not yet. Groups handle their activations as the new plan
@@ -32,7 +32,7 @@ from zerostd.engine.settings import Settings
 from zerostd.errors import MisuseError
 from zerostd.optimizers.states import replace_states, take_states
 from zerostd.planning import Plan
-from zerostd.policy import Tier, Way
+from zerostd.policy import Kind, Tier, Way
 from zerostd.preparing.building import begin_backward_updates, make_offload_updater
 from zerostd.preparing.groups import move_flat, reserve_states
 from zerostd.preparing.options import ways_for
@@ -100,6 +100,10 @@ class HomeMove:
             between = {name: max(before[name], way, key=_spared) for name, way in self._ways.items()}
             # A group that has most of all may take more if it is recomputed: its inputs, and all the rest at once.
             runtime.backward.activations.change(min((between, before), key=self._activation_bytes))
+            for tier, pool in runtime.backward.activations.offloader.copies.pools.items():
+                num_bytes = settings.plan.predicted.bytes.get(tier, {}).get(Kind.ACTIVATIONS, 0)
+                if tier is Tier.HOST and num_bytes and any(way.tier is tier for way in self._ways.values()):
+                    self._do_aside(partial(pool.grow_to, num_bytes))
         wanted = [change.wanted for change in (*self._left, *self._gradients)]
         tiers = {part.tier for plan in wanted for part in plan.portions} | {plan.gradients for plan in wanted}
         allocator = runtime.resources.allocator

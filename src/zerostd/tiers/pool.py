@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerostd.errors import PrepareError, StorageError
 from zerostd.policy import Kind, Tier
 from zerostd.tiers.allocator import TierAllocator, TierTensor
 from zerostd.tiers.debug import poison
@@ -63,6 +65,7 @@ class Pool:
         self._used = 0
         self._most = 0  # ever used at once
         self._returned: deque[tuple[_Slab, int, int]] = deque()  # no lock: the collector may run where one is held
+        self._grown: deque[_Slab] = deque()  # by other threads
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +77,14 @@ class Pool:
         """Bytes of the blocks that are taken."""
         self._collect()
         return self._used
+
+    def grow_to(self, num_bytes: int) -> None:
+        """Allocate what slabs are short of `num_bytes`, in any thread; blocks are cut from it from the next `take` on.
+        If there is no memory for that, the `take` that needs it says so."""
+        missing = padded(num_bytes) - self.num_bytes - sum(slab.num_bytes for slab in tuple(self._grown))
+        if missing > 0:
+            with contextlib.suppress(PrepareError, StorageError):
+                self._grown.append(self._slab(missing))
 
     def take(self, sizes: Sequence[int]) -> list[TierTensor]:
         """Return a block for each of `sizes` bytes; raise PrepareError if there is no memory for them."""
@@ -110,15 +121,21 @@ class Pool:
         return None
 
     def _grow(self, num_bytes: int) -> None:
+        self._slabs.append(self._slab(num_bytes))
+
+    def _slab(self, num_bytes: int) -> _Slab:
         if self.tier is Tier.HOST:
             left = None if self._limit is None else max(0, self._limit - self.num_bytes)
             check_host(num_bytes, f"more {self._kind.value} ({self.num_bytes} bytes are there)", left)
         with self._allocator.ledger.leaks.ignored():  # kept for the next pass
             memory = self._allocator.allocate_bytes(self.tier, self._kind, num_bytes)
-        self._slabs.append(_Slab(memory, num_bytes, [(0, num_bytes)]))
+        return _Slab(memory, num_bytes, [(0, num_bytes)])
 
     def _collect(self) -> None:
-        """Take in the blocks that were given back."""
+        """Take in the blocks that were given back, and slabs of other threads."""
+        while self._grown:
+            self._slabs.append(self._grown.popleft())
+            self._most = max(self._most, self.num_bytes)
         while self._returned:
             slab, start, stop = self._returned.popleft()
             slab.give(start, stop)
