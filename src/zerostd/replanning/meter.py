@@ -38,7 +38,7 @@ class DeviceMeter:
         budget = runtime.settings.budget.device
         self._budget = None if budget is None else parse_bytes(budget)
         self._pass_bytes = 0  # of passes that `note_pass` was told of, since `reset`
-        self.grown_bytes = 0  # of the model, in the first pass: its gradients
+        self.grown_bytes = 0  # of the model, in a first pass: its gradients
         self._held_before = 0  # bytes of the model, before the pass that `begin_pass` was told of
         self._part_before: float | None = None  # of the device, that torch's allocator might use before `cap`
         self._most_read = 0  # bytes that were allocated at once, when the allocator was last asked
@@ -78,7 +78,7 @@ class DeviceMeter:
         """Read the peak of a pass, before a loop resets torch's. Of a first pass remember what it took, before a step
         makes states. Gradients that came during the pass count too, because they may have been there at its peak."""
         if is_first:
-            self.grown_bytes = max(0, self._ledger.held[Tier.DEVICE] - self._held_before)
+            self.grown_bytes = max(self.grown_bytes, self._ledger.held[Tier.DEVICE] - self._held_before)
             self._pass_bytes = max(self._pass_bytes, self.peak() - self._held_before)
         elif self.has_allocator:
             self.peak()

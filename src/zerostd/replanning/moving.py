@@ -100,10 +100,10 @@ class HomeMove:
             between = {name: max(before[name], way, key=_spared) for name, way in self._ways.items()}
             # A group that has most of all may take more if it is recomputed: its inputs, and all the rest at once.
             runtime.backward.activations.change(min((between, before), key=self._activation_bytes))
-            for tier, pool in runtime.backward.activations.offloader.copies.pools.items():
-                num_bytes = settings.plan.predicted.bytes.get(tier, {}).get(Kind.ACTIVATIONS, 0)
-                if tier is Tier.HOST and num_bytes and any(way.tier is tier for way in self._ways.values()):
-                    self._do_aside(partial(pool.grow_to, num_bytes))
+            if any(way.tier is Tier.HOST for way in self._ways.values()):
+                pool = runtime.backward.activations.offloader.copies.pools[Tier.HOST]
+                num_bytes = settings.plan.predicted.bytes.get(Tier.HOST, {}).get(Kind.ACTIVATIONS, 0)
+                self._do_aside(partial(pool.grow_to, num_bytes))
         wanted = [change.wanted for change in (*self._left, *self._gradients)]
         tiers = {part.tier for plan in wanted for part in plan.portions} | {plan.gradients for plan in wanted}
         allocator = runtime.resources.allocator
