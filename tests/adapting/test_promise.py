@@ -242,6 +242,19 @@ def test_the_first_pass_of_a_plan_recomputes_until_it_is_known_to_fit(rows: int)
     zerostd.release(model)
 
 
+def test_a_planned_run_is_refused_if_its_first_pass_shows_that_nothing_fits() -> None:
+    most, _ = unlimited(3 * EVERY)
+    budget = Budget(device=int(0.3 * most), host="1GiB")
+    model, optimizer = planned(budget, ROWS // 2)
+    train(model, optimizer, 1, rows=4 * ROWS)
+    before = zerostd.full_state_dict(model)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match=rf"like the first one: .* would take .* MiB.*{budget.device}"):
+            train(model, optimizer, 1, rows=4 * ROWS, first=1)
+    assert_bitwise(zerostd.full_state_dict(model), before)
+    zerostd.release(model)
+
+
 def test_a_plan_far_from_its_limit_recomputes_nothing() -> None:
     most, _ = unlimited(3 * EVERY)
     model, _ = planned(Budget(device=2 * most, host="1GiB"))

@@ -13,7 +13,7 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 39_806  # 22,941 with the first release alone; docs/log.md says what the others are for
+MOST_LINES = 39_807  # 22,941 with the first release alone; docs/log.md says what the others are for
 MOST_LINES_IN_CORE = 18_710  # 8,801 then
 MOST_CLASSES = 305  # 202 then
 

@@ -175,9 +175,9 @@ class Adapter(StepObserver):
         """Obey the plan, unless the first pass, which recomputed, shows that it cannot fit beside the loss."""
         collect = self.runtime.gatherer.control.collect
         self._room.count()
-        may_fit = all(collect(self._room.holds(self.plan, unsure=self.meter.grown_bytes)))
-        if not may_fit and not self._revise(MEASURED, self._report()):
-            self._refuse(collect(self._room.refusal(self.plan, "a pass like the first one")))
+        unsure = self.meter.grown_bytes  # gradients, which may have come after the peak
+        if not all(collect(self._room.holds(self.plan, unsure=unsure))) and not self._revise(MEASURED, self._report()):
+            self._refuse(collect(self._room.refusal(self.plan, "a pass like the first one", unsure=unsure)))
         self._room.end_care()
 
     def _refuse(self, refusals: Sequence[str]) -> None:

@@ -121,11 +121,12 @@ class PassRoom:
             names = [group.name for group in self._runtime.groups]
             self._runtime.backward.activations.change(ways_for(self._runtime.settings, names))
 
-    def refusal(self, plan: Plan, what: str) -> str:
-        """Return why a pass cannot be made inside the user's limit; empty if it can, or if there is none."""
+    def refusal(self, plan: Plan, what: str, *, unsure: int = 0) -> str:
+        """Return why a pass cannot be made inside the user's limit; empty if it can, or if there is none. For `unsure`
+        see `holds`."""
         budget = self._runtime.settings.budget.device
         plan = self._recomputing(plan)
-        if budget is None or self.holds(plan):
+        if budget is None or self.holds(plan, unsure=unsure):
             return ""
         return (
             f"{what}: its activations would take {size_text(self._activations_of(plan))} beside the model, which does "
