@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["HELD_OUT", "ZOO", "call", "loss_of"]
 
 Made = tuple[nn.Module, Any]
-HELD_OUT = ("convnext_large", "gru", "graph")
+HELD_OUT = ("convnext_large", "graph", "whisper")
 ZOO: dict[str, Callable[[bool], Made]] = {}
 
 
@@ -163,6 +163,23 @@ def t5(toy: bool) -> Made:
     )  # fmt: skip
     ids = tokens(2, 8, 64) if toy else tokens(8, 512, 32128)
     return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids[:, : ids.shape[1] // 2].contiguous()}
+
+
+@entry
+def whisper(toy: bool) -> Made:
+    hf = importlib.import_module("transformers")
+    sizes = (64, 16, 2, 2, 32, 8, 2) if toy else (51865, 1024, 24, 16, 4096, 1500, 16)
+    vocabulary, width, layers, heads, inner, frames, rows = sizes
+    config = hf.WhisperConfig(
+        vocab_size=vocabulary, d_model=width, encoder_layers=layers, decoder_layers=layers,
+        encoder_attention_heads=heads, decoder_attention_heads=heads, encoder_ffn_dim=inner, decoder_ffn_dim=inner,
+        max_source_positions=frames, max_target_positions=448, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+        decoder_start_token_id=0, suppress_tokens=None, begin_suppress_tokens=None, use_cache=False,
+    )  # fmt: skip
+    sounds = torch.randn(rows, config.num_mel_bins, 2 * frames)
+    return hf.WhisperForConditionalGeneration(config), {
+        "input_features": sounds, "labels": tokens(rows, 4 if toy else 256, vocabulary)
+    }  # fmt: skip
 
 
 class Experts(nn.Module):
