@@ -88,7 +88,8 @@ int queue(const zs_driver& driver, const zs_device_tiles& tiles, int64_t start, 
 }
 
 bool is_good(const zs_device_tiles& tiles) {
-  if (tiles.count < 0 || tiles.tile < 1 || tiles.per_program < 1 || tiles.threads < 1 || tiles.shared_bytes < 0) return false;
+  if (tiles.count < 0 || tiles.tile < 1) return false;
+  if (tiles.per_program < 1 || tiles.threads < 1 || tiles.shared_bytes < 0) return false;
   if (tiles.first_slot < 0 || tiles.first_slot >= ZS_DEVICE_SLOTS) return false;
   if (tiles.num_up < 0 || tiles.num_beside < 0 || tiles.num_down < 0) return false;
   if (tiles.num_parameters < 0 || tiles.num_parameters > kMostParameters) return false;

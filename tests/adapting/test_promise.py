@@ -160,12 +160,7 @@ def test_a_first_pass_that_does_not_fit_does_when_its_batch_was_shown() -> None:
     model, optimizer = prepared(budget)
     with pytest.raises(torch.OutOfMemoryError, match=r"prepare\(plan=zerostd\.plan\(model, optimizer, batch=batch"):
         train(model, optimizer, 2)
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Wide() for _ in range(DEPTH)))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    options: dict[str, Any] = {"budget": budget, "groups": ["*"], "accumulate": 1}
-    plan = zerostd.plan(model, optimizer, batch=torch.randn(ROWS, WIDTH), **options)
-    model, optimizer = zerostd.prepare(model, optimizer, plan=plan, **options)
+    model, optimizer = planned(budget)
     assert max(train(model, optimizer, 3)) <= budget.device
 
 
@@ -215,7 +210,7 @@ def test_a_plan_that_passes_the_budget_is_revised() -> None:
 
 
 def planned(budget: Budget, rows: int = ROWS) -> tuple[nn.Module, Any]:
-    """Prepare with a plan for a batch of so many rows."""
+    """Prepare a model with a plan that was made for a batch of `rows` rows."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Wide() for _ in range(DEPTH)))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -264,7 +259,7 @@ def test_a_plan_far_from_its_limit_recomputes_nothing() -> None:
 
 
 def test_a_first_step_that_no_plan_can_hold_is_the_last_one() -> None:
-    """Its plan was made for a smaller batch. What the loss takes is not known before it either."""
+    """The plan was made for a smaller batch. A loss outside of the model, which no plan knows, is no different."""
     most, _ = unlimited(3 * EVERY)
     budget = Budget(device=int(0.2 * most), host="1GiB")
     limits = {Tier.DEVICE: int(0.2 * most), Tier.HOST: 2**30}

@@ -13,8 +13,8 @@ MOST_PARAMETERS = 7
 MOST_ATTRIBUTES = 15
 
 # Of the whole library.
-MOST_LINES = 39_807  # 22,941 with the first release alone; docs/log.md says what the others are for
-MOST_LINES_IN_CORE = 18_710  # 8,801 then
+MOST_LINES = 39_811  # 22,941 with the first release alone; docs/log.md says what the others are for
+MOST_LINES_IN_CORE = 18_714  # 8,801 then
 MOST_CLASSES = 305  # 202 then
 
 # Habits that give way.

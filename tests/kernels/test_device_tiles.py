@@ -159,6 +159,10 @@ def test_tiles_pass_through_slots_in_turn(driver: HostDriver, count: int, first:
     assert driver.calls == order
 
 
+def test_a_last_tile_that_kernels_are_not_compiled_for_is_left_out() -> None:
+    assert [TileQueue.whole(numel, 64) for numel in (0, 15, 16, 63, 64, 65, 80, 200)] == [0, 0, 16, 0, 64, 64, 80, 192]
+
+
 def test_codes_move_by_records(driver: HostDriver) -> None:
     """64 numbers take 68 bytes, and the last record is whole."""
     tile, count = 128, 128 + 48

@@ -1,10 +1,10 @@
-"""Queues tiles of arrays in host memory, which a kernel on a device changes, by native code.
+"""Queues tiles by native code: arrays in host memory pass through slots of a device, where a kernel changes them.
 
-For each tile: copies up into a slot, one kernel, copies beside it, copies down. A thread of Python would need its lock
-for every one of these calls, which the training loop wants too. Here it needs the lock once for all tiles.
+Each tile is copied up into a slot, changed by one kernel, and copied down. From Python, every copy, launch and event
+takes the interpreter's lock, which the training loop wants too. Here one call queues all tiles without it.
 
-Kernels are Triton's, launched by its handle. `compiled_call` checks that the driver takes what we pass; if it does not,
-or if there is no driver or no native library, callers queue tiles by torch's operations.
+Kernels are Triton's, launched by their handles. `compiled_call` compares their parameters with what the driver expects.
+If they differ, or if there is no driver or no native library, callers queue tiles by torch's operations.
 """
 
 import functools
@@ -102,6 +102,12 @@ class TileQueue:
             for each in self.slots
             for name, memory in each.items()
         }
+
+    @staticmethod
+    def whole(numel: int, tile: int) -> int:
+        """Return how many of the elements it may be given: not a last tile that kernels are not compiled for."""
+        last = numel % tile
+        return numel - (last if last % ALIGNED else 0)
 
     def takes(self, moves: TileMoves, call: KernelCall) -> bool:
         """Return whether all addresses are as aligned as the kernel expects, and each copy keeps its dtype."""

@@ -28,7 +28,7 @@ Column = torch.dtype | Moment  # how a master or a state is kept
 
 @dataclass(eq=False)
 class StagingSlot:
-    """Memory that states pass through, for one tile, and what is on its way in and out."""
+    """Memory for one tile of states on its way to an update and back, and the transfers that fill and empty it."""
 
     memory: Tensors  # bytes, by name
     reads: list[Transfer] = field(default_factory=list)
@@ -89,8 +89,7 @@ def staged_dtypes(shard: StateShard, device: torch.device) -> dict[str, Column]:
 
 @dataclass(frozen=True)
 class TileUpdate:
-    """The update of a tile, or of several that pass through slots likewise: what it reads and writes, and the copies
-    around it."""
+    """The update of a tile, or of several one after the other: what it reads and writes, and the copies around it."""
 
     tensors: Tensors  # on the device: master and states
     incoming: torch.Tensor  # the gradient

@@ -59,11 +59,10 @@ from zerostd.tiers import Streams, TierAllocator, Transfer, Worker
 from zerostd.tiers.debug import DEBUG, poison
 from zerostd.tiers.transfer import StreamEvent
 
-# A copy of the device's computation waits for that of a tile, and so does a model that asks for a number: tiles are as
-# short as the link allows. Torch's optimizer takes longer to launch, so its tiles are longer.
+# A model that asks the device for a number, as `nonzero` does, waits until the tile that is being copied has arrived.
+# So tiles are as short as the link allows. Torch's optimizers take longer to launch, so their tiles are longer.
 TILE_NUMEL = 2 << 20
 TILE_NUMEL_BY_TORCH = 8 << 20
-ALIGNED = 16  # elements: a tile that native code queues has a multiple of them
 GRADIENT = "(gradient)"  # in a slot, beside master and states: as the update reads it
 LANDING = "(landing)"  # likewise: gradients that come from the host, and parameters that go there
 
@@ -162,10 +161,9 @@ class StreamedUpdater:
         self.busy_s += time.perf_counter() - begun
 
     def _queue(self, task: UpdateTask, part: slice, after: Transfer) -> tuple[int, ScalarStates, Transfer]:
-        """Queue the tiles of a part by native code, if it can. Returns the element after them, and as `update_tile`
-        does."""
-        last = (part.stop - part.start) % self.tile_numel
-        stop = part.stop - (last if last % ALIGNED else 0)
+        """Queue tiles of a part by native code, if it can. Returns the first element that is left, the scalar states
+        after the update, and when the new states are home."""
+        stop = part.start + TileQueue.whole(part.stop - part.start, self.tile_numel)
         if self._tiles is None or stop == part.start or self.ledger.events.wants(task.step) or is_profiling():
             return part.start, {}, after
         part = slice(part.start, stop)
@@ -227,8 +225,8 @@ class StreamedUpdater:
             task.ready.synchronize()
 
     def _layout(self, task: UpdateTask, tile: slice, source: Tensors, target: Tensors, slot: StagingSlot) -> TileUpdate:
-        """Return the update of a tile that passes through a slot. If the tile is longer than the slot, it is cut into
-        tiles that do so one after the other."""
+        """Return the update of a tile that passes through a slot. A longer one stands for several tiles, which pass
+        through slots one after the other; its tensors in slots are those of the first."""
         numel = min(tile.stop - tile.start, self.tile_numel)
         moved = {name: tensor for name, tensor in source.items() if name != HIGH or tensor.device != self.device}
         staged = {}

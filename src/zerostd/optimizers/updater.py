@@ -115,8 +115,9 @@ class OffloadUpdater:
         for through_device in (from_host, from_disk):
             if through_device:
                 staged = widest_dtypes(states.staged for states in through_device)
-                host_tile = tile_numel(most_numel(staged), [states.portion for states in from_host])
-                numel = host_tile if through_device is from_host else disk_tile
+                numel = disk_tile
+                if through_device is from_host:
+                    numel = tile_numel(most_numel(staged), [states.portion for states in from_host])
                 sizes[Tier.DEVICE] += StreamedUpdater.buffer_bytes(staged, numel)
         return sizes
 

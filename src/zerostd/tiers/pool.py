@@ -63,7 +63,7 @@ class Pool:
         self._limit = limit
         self._slabs: list[_Slab] = []
         self._used = 0
-        self._most = 0  # ever used at once
+        self._most = 0  # ever used at once, or asked for by `grow_to`
         self._returned: deque[tuple[_Slab, int, int]] = deque()  # no lock: the collector may run where one is held
         self._grown: deque[_Slab] = deque()  # by other threads
 
